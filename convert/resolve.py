@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba.model.hybrid_config import ATTENTION_ALONE, RECURRENT
+from modeling_llamba.model.config_values import ATTENTION_ALONE, RECURRENT
 
 from .io.writer import output_dtype
 from .layout.cache import layer_bytes, teacher_bytes

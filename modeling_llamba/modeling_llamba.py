@@ -16,13 +16,8 @@ from transformers import initialization as init
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_llamba import LlambaConfig
-from .model.hybrid_model import (
-    HybridDecoderLayer,
-    HybridForCausalLM,
-    HybridForSequenceClassification,
-    HybridModel,
-    HybridPreTrainedModel,
-)
+from .model.causal_lm import HybridForCausalLM, HybridForSequenceClassification
+from .model.hybrid_model import HybridDecoderLayer, HybridModel, HybridPreTrainedModel
 from .model.mlp import LlambaMLP
 from .model.norms import make_norm
 

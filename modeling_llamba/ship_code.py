@@ -19,15 +19,38 @@ PROJECT_IMPORT = re.compile(r"^(\s*)from (?:modeling_llamba\.|\.+)(?:\w+\.)*(\w+
 RELATIVE_IMPORT = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
 
 
-def code_files(config_class: type) -> dict[str, str]:
-    """File name to content, for the family that a configuration class belongs to."""
+LEFT_OUT = 'raise ImportError("The model of this folder needs no {0}.py; `convert-to-hybrid update` would add it.")'
+
+
+def unneeded(config) -> set[str]:
+    """Names of the files that a model does without, of those that functions import where they make a layer."""
+    needed = set()
+    if "linear_attention" in config.layer_types:
+        needed.add("mixers")
+    if config.recurrent is not None:
+        needed.add("recurrent")
+    if getattr(config, "num_experts", None) is not None:
+        needed |= {"experts", "experts_beside_mlp", "experts_clamped"}
+    return {"mixers", "recurrent", "experts", "experts_beside_mlp", "experts_clamped"} - needed
+
+
+def code_files(config_class: type, config=None) -> dict[str, str]:
+    """File name to content, for the family that a configuration class belongs to.
+
+    Args:
+        config: of a model, for which files are left out that it does not need; without it, all files there are.
+    """
+    left_out = set() if config is None else unneeded(config)
     packages = Path(inspect.getfile(config_class)).parent, Path(__file__).parent
-    sources = {path.name: path for package in packages for path in (*package.glob("*.py"), *package.glob("*/*.py"))}
+    sources = {path.name: path for package in packages for path in package.rglob("*.py")}
     waiting = [f"configuration_{config_class.model_type}.py", f"modeling_{config_class.model_type}.py"]
     files = {}
     while waiting:
         name = waiting.pop()
-        files[name] = PROJECT_IMPORT.sub(r"\1from .\2 import ", sources[name].read_text(encoding="utf-8"))
+        text = PROJECT_IMPORT.sub(r"\1from .\2 import ", sources[name].read_text(encoding="utf-8"))
+        for absent in left_out:
+            text = re.sub(rf"^(\s+)from \.{absent} import .*$", rf"\1{LEFT_OUT.format(absent)}", text, flags=re.M)
+        files[name] = text
         needed = (f"{module}.py" for module in RELATIVE_IMPORT.findall(files[name]))
         waiting += [file for file in needed if file not in files]
     return files
@@ -45,7 +68,7 @@ def code_in(folder: Path, auto_map: dict[str, str]) -> set[str]:
     return found
 
 
-def ship_code(config_class: type, folder: str | os.PathLike) -> None:
-    """Write the code of a family into a checkpoint's folder."""
-    for name, content in code_files(config_class).items():
+def ship_code(config, folder: str | os.PathLike) -> None:
+    """Write the code of a model into its checkpoint's folder."""
+    for name, content in code_files(type(config), config).items():
         (Path(folder) / name).write_text(content, encoding="utf-8")

@@ -8,13 +8,8 @@ from torch import nn
 from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 
-from modeling_llamba.model.hybrid_model import (
-    HybridDecoderLayer,
-    HybridForCausalLM,
-    HybridForSequenceClassification,
-    HybridModel,
-    HybridPreTrainedModel,
-)
+from modeling_llamba.model.causal_lm import HybridForCausalLM, HybridForSequenceClassification
+from modeling_llamba.model.hybrid_model import HybridDecoderLayer, HybridModel, HybridPreTrainedModel
 
 from .configuration_phimamba import PhiMambaConfig
 

@@ -1,6 +1,6 @@
 """Measure hybrids beside their teacher and beside other ways to shrink its cache: quality, memory, speed.
 
-convert-to-hybrid compare TEACHER [HYBRID...] [--out DIR]        or        python -m recipes.compare TEACHER ...
+convert-to-hybrid compare TEACHER [HYBRID...] [--out DIR]
 
 DIR/compare.json holds every method that is done, DIR/compare.md the tables, DIR/compare.png KL and recall by bytes.
 docs/guide/compare.md says what each method and each figure is.
@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -30,7 +29,7 @@ from convert.layout.cache import cache_bytes, contexts
 from convert.memory import keep_free_memory, return_free_memory
 from convert.teachers.teacher import public_name
 
-from .cli import CompareOptions, main
+from .compare_options import CompareOptions
 from .evaluate import fingerprint
 from .evaluation.commit import project_commit
 from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
@@ -436,7 +435,3 @@ def points(methods: Sequence[Row]) -> list[Point]:
             needles = 100 * row["recall"]["needle"] / teacher["recall"]["needle"]
         found.append(Point(row["kind"], 100 * row["share"], mean_of(row, "after_contexts", "kl"), needles))
     return found
-
-
-if __name__ == "__main__":
-    main(["compare", *sys.argv[1:]])

@@ -15,6 +15,7 @@ import torch.nn.attention.flex_attention as flex_attention
 from transformers.utils import logging as transformers_logging
 
 from convert.teachers.teacher import embedded_teacher
+from tests.helpers.backends import use_backend
 from tests.helpers.teachers import make_teacher
 
 
@@ -92,11 +93,11 @@ def saved_teacher(tmp_path_factory):
 @pytest.fixture
 def by_flex(monkeypatch):
     """Attention to the window by flex_attention, as on CUDA, where PyTorch compiles what runs here."""
-    import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
     import modeling_llamba.kernels.flex as flex
 
     calls = []
-    monkeypatch.setattr(hybrid_attention, "can_flex", lambda *inputs: calls.append(inputs) is None)
+    use_backend(monkeypatch, flex.FlexBackend())
+    monkeypatch.setattr(flex.FlexBackend, "can_flex", lambda *inputs: calls.append(inputs) is None)
     monkeypatch.setattr(flex, "FLEX_BLOCK", 16)
     monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex_attention.flex_attention)
     # which refuses gradients on a CPU, as what it compiles has none there

@@ -34,8 +34,9 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 {{ alignment_note }}
 
-On a CPU its code compiles functions in C with the machine's compiler when it first runs, and keeps the library in
-transformers' cache of modules, `hybrid_kernels`; with `HYBRID_COMPILE_C=0` PyTorch computes instead.
+Its code is PyTorch alone. Where convert-to-hybrid is installed, its kernels make the model faster. Those for a CPU are
+compiled by the machine's C compiler when a hybrid first runs, and kept in transformers' cache of modules, in
+`hybrid_kernels`; `HYBRID_COMPILE_C=0` forbids that.
 
 | | |
 |---|---|

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from modeling_llamba.model.hybrid_config import RECURRENT
+from modeling_llamba.model.config_values import RECURRENT
 
 from ..layout.cache import cache_bytes
 

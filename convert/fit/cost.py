@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba.model.hybrid_config import RECURRENT
+from modeling_llamba.model.config_values import RECURRENT
 
 from ..io.students import tensor_shapes
 from ..options import parse_size

@@ -18,7 +18,12 @@ import torch
 from torch import nn
 
 from modeling_llamba.hybrid.block_layout import Layout
-from modeling_llamba.hybrid.hybrid_attention import HybridAttention, Near, Projected, unpadded
+from modeling_llamba.hybrid.eviction import State
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention
+from modeling_llamba.hybrid.inputs import Projected, unpadded
+from modeling_llamba.hybrid.prompt import attend_blocks, rounded, states_of
+from modeling_llamba.hybrid.readout import mass_features, read, readout
+from modeling_llamba.kernels.backend import backend_for
 from modeling_llamba.mixers.ssd import repeat_groups
 from modeling_llamba.model.attention import probabilities
 from modeling_llamba.model.rotary import Rotary
@@ -58,6 +63,16 @@ class HybridFit(NamedTuple):
     best: torch.Tensor
     errors: torch.Tensor
     ranks: list[int]
+
+
+class Near(NamedTuple):
+    """Softmax attention of the blocks of a layout, as `Blocks` of prompt.py has it, and the states of the blocks."""
+
+    query: torch.Tensor
+    output: torch.Tensor
+    log_mass: torch.Tensor
+    until: torch.Tensor
+    state: State
 
 
 class Seen(NamedTuple):
@@ -135,7 +150,7 @@ def fit_hybrid(
     def of_mass() -> Iterator[tuple[Near, Projected, Layout]]:
         for u, y in map(batch, for_mass):
             projected, of_kept = _projected(layer, u, rotary)
-            near, layout = _near(layer, projected)
+            near, layout = attend_near(layer, projected)
             if pieces.kept:
                 waiting.append((u, y, projected, of_kept, near, layout))
             yield near, projected, layout
@@ -254,23 +269,27 @@ def _projected(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> tuple
     of_kept = None
     if layer.kept:
         of_kept = layer.attend_kept(projected, None, None)
-    return layer.rounded(layer.select_windowed(projected)), of_kept
+    return rounded(layer.heads(), layer.select_windowed(projected)), of_kept
 
 
-def _near(layer: HybridAttention, projected: Projected) -> tuple[Near, Layout]:
+def attend_near(layer: HybridAttention, projected: Projected) -> tuple[Near, Layout]:
+    """Softmax attention of the blocks behind the window, their states, and their layout."""
     layout = Layout.behind_window(layer.shape, projected.key)
-    return layer.attend_blocks(projected, None, layout), layout
+    backend = backend_for(projected.query, layer.config.mixer_backend)
+    blocks = attend_blocks(backend, layer.heads(), projected, None, layout)
+    state = states_of(blocks, None, layout)[0]
+    return Near(blocks.query, blocks.output, blocks.log_mass, blocks.until, state), layout
 
 
 def _seen(
     layer: HybridAttention, u: torch.Tensor, y: torch.Tensor, projected: Projected, of_kept: torch.Tensor | None
 ) -> Seen:
-    return _mixed(layer, u, y, projected, of_kept, *_near(layer, projected))
+    return _mixed(layer, u, y, projected, of_kept, *attend_near(layer, projected))
 
 
 def _mixed(layer: HybridAttention, u, y, projected, of_kept, near: Near, layout: Layout) -> Seen:
     start = layer.shape.window
-    output, features = layer.read(near.query, near.output, near.log_mass, layer.readout(near.state))
+    output, features = read(near.query, near.output, near.log_mass, readout(layer.heads(), near.state))
     output, features = (layout.to_tokens(layout.in_order(t)) for t in (output, features))
     of_kept = None if of_kept is None else of_kept[:, start:]
     output, of_kept, features = layer.gated(u[:, start:], output, of_kept, features.flatten(2))
@@ -336,7 +355,7 @@ def attention_received(
     length = u.shape[1]
     received = u.new_zeros(u.shape[:2])
     block = torch.arange(length, device=u.device) // shape.block
-    projected = layer.rounded(layer.select_windowed(layer.project(u, rotary, unpadded(u))))
+    projected = rounded(layer.heads(), layer.select_windowed(layer.project(u, rotary, unpadded(u))))
     sinks = layer.sinks_of(layer.windowed)
     for rows, scores in _scores(layer, projected.query, projected.key, 0, queries):
         left = block[: scores.shape[-1]] < block[rows, None] - shape.whole_blocks
@@ -352,7 +371,7 @@ def fit_mass(
     """Fit the log mass of the state, in place."""
     gram = moment = 0.0
     for near, projected, layout in seen:
-        features = layout.to_tokens(layout.in_order(layer.mass_features(near.query, near.state)))
+        features = layout.to_tokens(layout.in_order(mass_features(layer.heads(), near.query, near.state)))
         log_mass = layout.to_tokens(layout.in_order(near.log_mass))  # (B, L', H')
         mass = state_log_mass(layer, projected, near, layout, queries)
         gate = torch.sigmoid(mass - log_mass)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from modeling_llamba.model.hybrid_config import LARGEST_SIZE
+from modeling_llamba.model.config_values import LARGEST_SIZE
 
 from ..io.reader import Checkpoint, TensorInfo
 from .table import Table, renamed

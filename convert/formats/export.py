@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
-from modeling_llamba.model.hybrid_config import RECURRENT, SOFT_CAPS
+from modeling_llamba.model.config_values import RECURRENT, SOFT_CAPS
 
 from ..io.reader import open_weights, read_json
 from ..io.rules import Fill, Part, Parts

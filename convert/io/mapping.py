@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from modeling_llamba.hybrid.hybrid_attention import theory_mass
+from modeling_llamba.hybrid.readout import theory_mass
 from modeling_llamba.mixers.matrix_mixer import OPEN_GATE
 
 from .reader import Checkpoint

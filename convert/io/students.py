@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 import modeling_llamba
 import modeling_phimamba
-from modeling_llamba.mixers.mixers import make_mixer
 from modeling_llamba.model.attention import SoftmaxAttention
-from modeling_llamba.model.hybrid_config import RECURRENT
+from modeling_llamba.model.config_values import RECURRENT
+from modeling_llamba.model.hybrid_model import make_mixer
 
 STUDENTS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
 OWN_FIELDS = {"mixer", "format_version"}

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid.rounding import Rounding
-from modeling_llamba.model.hybrid_config import RECURRENT
+from modeling_llamba.model.config_values import RECURRENT
 
 from ..io.students import state_sizes
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from modeling_llamba.hybrid.hybrid_attention import HybridAttention, theory_mass
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention
+from modeling_llamba.hybrid.readout import theory_mass
 from modeling_llamba.hybrid.rounding import WHOLE, Rounding
-from modeling_llamba.model.hybrid_model import finish_logits
+from modeling_llamba.model.causal_lm import finish_logits
 from modeling_llamba.model.rotary import Rotary
 
 from ..fit.activations import ActivationStream

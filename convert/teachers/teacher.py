@@ -27,7 +27,7 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, PreTrainedConfig
 
-from modeling_llamba.model.hybrid_config import RECURRENT, check_numbers
+from modeling_llamba.model.config_values import RECURRENT, check_numbers
 
 from ..errors import HTTPError
 from ..io.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json, unpacked

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from modeling_llamba.hybrid.rounding import Rounding
-from modeling_llamba.model.hybrid_config import RECURRENT
+from modeling_llamba.model.config_values import RECURRENT
 
 from ..io.mapping import LayerMapping, fold_out_bias
 from ..io.planes import with_scaled_planes

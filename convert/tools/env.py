@@ -10,8 +10,9 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from modeling_llamba.kernels.cpu_kernels import COMPILE_VARIABLE, LIBRARY_FOLDER, compilers, library
-from modeling_llamba.mixers.ssd import BACKEND_VARIABLE, choose_backend, fla_gradient_problem
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+from modeling_llamba.kernels.c.c_library import COMPILE_VARIABLE, LIBRARY_FOLDER, compilers, library
+from modeling_llamba.mixers.ssd import choose_backend, fla_gradient_problem
 
 LIBRARIES = (
     "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 from transformers import AutoConfig
 
-from modeling_llamba.model.hybrid_config import ATTENTION_ALONE, RECURRENT
+from modeling_llamba.model.config_values import ATTENTION_ALONE, RECURRENT
 
 from ..formats.export import holders
 from ..io.students import STUDENTS

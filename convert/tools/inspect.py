@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
-from modeling_llamba.model.hybrid_config import RECURRENT
+from modeling_llamba.model.config_values import RECURRENT
 
 from ..checkpoint.card import as_recorded
 from ..checkpoint.load import load_config, locate

@@ -14,11 +14,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..kernels.cpu_kernels import can_run_on_cpu
-from ..kernels.cpu_prompt_kernels import SOURCE, choose_columns, hide_columns
-from ..kernels.hybrid_step_kernel import is_traced
-from ..mixers.ssd import sequence_starts
-from ..model.attention import hiding
+from ..model.sequences import sequence_starts
+from ..model.softmax import hiding
 from .eviction import BlockShape, Held, NewTokens, gather_columns, outer_products, salient_before
 
 GROUP = 64
@@ -278,10 +275,7 @@ class Layout(NamedTuple):
     def select(self, salience: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Columns that hold a place while each mixed block is open (B, M, S), -1 in empty places; and `until` (B, T),
         the first block to which a column is no longer visible, 0 for a column that is visible to none."""
-        S, E, sizes = self.shape.places, self.shape.block, self.sizes
-        if self.runs_in_c(salience, salience.dtype):
-            of_layout = (sizes.context // E, sizes.blocks, sizes.leaving, sizes.mixed)
-            return choose_columns(salience, self.present, S, E, self.shape.window, *of_layout)
+        S, E = self.shape.places, self.shape.block
         competing = salience[:, : S + self.sizes.leaving * E]
         sequence = self.sequence
         if sequence is not None:
@@ -318,21 +312,10 @@ class Layout(NamedTuple):
         window = t.narrow(axis, start, t.shape[axis] - start)
         return window.unfold(axis, (n + self.group) * E, self.group * E)
 
-    def runs_in_c(self, t: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Return True if functions in C can read this tensor and compute in `dtype`."""
-        # subclasses, such as fake tensors, have no numbers in memory
-        if self.sequence is not None or is_traced() or type(t) is not torch.Tensor:
-            return False
-        return can_run_on_cpu(t.device, dtype, self.shape.key_rounding.backend, SOURCE)
-
     def bias(self, holders: torch.Tensor, until: torch.Tensor, dtype: torch.dtype, shared: int) -> torch.Tensor:
         """Make a bias: 0 where a query of a group attends to a column of `columns_of_groups`, else the least number,
         (B, J, E R M/J, S + n E + E M/J), the same for the R heads that share a key/value head."""
         E = self.shape.block
-        if self.runs_in_c(holders, dtype):
-            of_layout = (self.sizes.context // E, self.sizes.first, self.group)
-            least = torch.finfo(dtype).min
-            return hide_columns(holders, until, least, shared, E, self.shape.window, *of_layout).to(dtype)
         rows = self.group * self.shape.block
         block = self.block_of_query().view(-1, rows)[..., None]  # (J, E M/J, 1)
         holders = holders[:, :: self.group]

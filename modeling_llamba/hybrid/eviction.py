@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 from transformers.utils import is_torchdynamo_compiling
 
-from ..mixers.ssd import full_precision
+from ..model.precision import full_precision
 from .rounding import Rounding
 
 

@@ -12,8 +12,9 @@ import math
 
 import torch
 
-from ..mixers.ssd import repeat_groups, reset_at_boundaries, sequence_starts
+from ..mixers.ssd import repeat_groups, reset_at_boundaries
 from ..model.rotary import Rotary, rotate_keys, rotate_queries
+from ..model.sequences import sequence_starts
 from .hybrid_attention import HybridAttention
 
 

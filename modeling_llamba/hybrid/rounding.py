@@ -25,10 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.cpu_kernels import can_run_on_cpu, decode_on_cpu, encode_on_cpu
-from ..kernels.hybrid_step_kernel import can_run
-from ..kernels.rounding_kernel import decode_rows, encode_rows, width_of
-from ..mixers.ssd import requested_backend
+from ..kernels.backend import backend_for
 
 GROUP = 32
 """Numbers with one scale, at four bits or less; at more, all numbers of a vector have one."""
@@ -36,6 +33,9 @@ SMALLEST_SCALE = torch.finfo(torch.float16).smallest_normal
 """Scale of codes of 8 bits at least; of codes of fewer bits, smaller by their shift."""
 WHOLE = 16
 """Bits that stand for the model's own type, in which nothing is rounded."""
+DECODED = 2**27
+"""Numbers of keys that are taken out of their rows at once, as far as one head has not more: 64 sequences of 32,768
+tokens would otherwise take as much memory for a moment as their whole cache."""
 
 
 class Rounding(NamedTuple):
@@ -94,57 +94,11 @@ class Rounding(NamedTuple):
 
     def encode(self, t: torch.Tensor) -> torch.Tensor:
         """Rows (..., W) uint8 of vectors (..., P), or the vectors themselves where nothing is rounded."""
-        if not self.rounds:
-            return t
-        if self._in_kernels(t.is_cuda, t.dtype):
-            return encode_rows(t.detach(), self.bits, self.groups)
-        if can_run_on_cpu(t.device, t.dtype, self.backend):
-            return encode_on_cpu(t.detach(), self.bits, self.groups)
-        groups = self.rotate(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
-        if self.groups > 1:
-            groups = groups.unflatten(-1, (self.groups, -1))
-        shift = 2 ** (8 - self.bits)
-        scale = torch.linalg.vector_norm(groups, ord=math.inf, dim=-1, keepdim=True)
-        # a vector of zeros has codes of 0, whatever its scale
-        scale = scale.div_(self.largest * shift).clamp_(min=SMALLEST_SCALE / shift).half()
-        codes = groups / scale.to(groups.dtype)
-        if shift > 1:
-            codes.div_(shift)
-        codes = codes.round_().to(torch.int8)
-        if self.groups > 1:
-            codes = codes.flatten(-2)
-        codes = pack(codes, self.bits)
-        # flat, since torch.compile may lay the scales out such that those of a vector do not follow one another
-        scales = scale.flatten().view(torch.int8).view(*t.shape[:-1], -1)
-        return torch.cat([scales, codes], dim=-1).view(torch.uint8)
+        return backend_for(t, self.backend).encode(t, self) if self.rounds else t
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype, rotated: bool = False) -> torch.Tensor:
         """Vectors (..., P) of rows (..., W); as they are stored, which is multiplied by the matrix, if `rotated`."""
-        if not self.rounds:
-            return rows
-        if self._in_kernels(rows.is_cuda, dtype):
-            return decode_rows(rows, self.bits, self.dim, self.groups, dtype, rotated)
-        if can_run_on_cpu(rows.device, dtype, self.backend):
-            return decode_on_cpu(rows, self.bits, self.dim, self.groups, rotated).to(dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        groups = self.groups
-        first = groups * torch.float16.itemsize
-        scale = rows[..., :first].view(torch.float16)
-        if groups > 1:
-            scale = scale.contiguous()  # else each row's few numbers are converted by a loop of their own
-        scale = scale.to(wide)
-        vectors = unpack(rows[..., first:], self.bits).view(torch.int8).to(wide)
-        if groups == 1:
-            vectors.mul_(scale)
-        else:
-            vectors.view(*scale.shape, -1).mul_(scale[..., None])
-        if not rotated:
-            vectors = self.rotate(vectors)
-        return vectors.to(dtype)
-
-    def _in_kernels(self, on_cuda: bool, dtype: torch.dtype) -> bool:
-        """True where one launch of a kernel does what follows; gradients pass neither."""
-        return can_run(on_cuda, dtype) and requested_backend(self.backend) != "torch"
+        return backend_for(rows, self.backend, dtype).decode(rows, self, dtype, rotated) if self.rounds else rows
 
     def round(self, t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Vectors (..., P) as their rows hold them; gradients pass as if nothing were rounded."""
@@ -154,6 +108,51 @@ class Rounding(NamedTuple):
         if not t.requires_grad:
             return held
         return t + (held - t).detach()
+
+
+def width_of(bits: int, dim: int, groups: int) -> int:
+    """Bytes of a row."""
+    return dim * bits // 8 + groups * torch.float16.itemsize
+
+
+def encode_rows(t: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Rows (..., W) uint8 of vectors (..., P)."""
+    groups = rounding.rotate(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
+    if rounding.groups > 1:
+        groups = groups.unflatten(-1, (rounding.groups, -1))
+    shift = 2 ** (8 - rounding.bits)
+    scale = torch.linalg.vector_norm(groups, ord=math.inf, dim=-1, keepdim=True)
+    # a vector of zeros has codes of 0, whatever its scale
+    scale = scale.div_(rounding.largest * shift).clamp_(min=SMALLEST_SCALE / shift).half()
+    codes = groups / scale.to(groups.dtype)
+    if shift > 1:
+        codes.div_(shift)
+    codes = codes.round_().to(torch.int8)
+    if rounding.groups > 1:
+        codes = codes.flatten(-2)
+    codes = pack(codes, rounding.bits)
+    # flat, since torch.compile may lay the scales out such that those of a vector do not follow one another
+    scales = scale.flatten().view(torch.int8).view(*t.shape[:-1], -1)
+    return torch.cat([scales, codes], dim=-1).view(torch.uint8)
+
+
+def decode_rows(rows: torch.Tensor, rounding: Rounding, dtype: torch.dtype, rotated: bool) -> torch.Tensor:
+    """Vectors (..., P) of rows (..., W); as they are stored, which is multiplied by the matrix, if `rotated`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    groups = rounding.groups
+    first = groups * torch.float16.itemsize
+    scale = rows[..., :first].view(torch.float16)
+    if groups > 1:
+        scale = scale.contiguous()  # else each row's few numbers are converted by a loop of their own
+    scale = scale.to(wide)
+    vectors = unpack(rows[..., first:], rounding.bits).view(torch.int8).to(wide)
+    if groups == 1:
+        vectors.mul_(scale)
+    else:
+        vectors.view(*scale.shape, -1).mul_(scale[..., None])
+    if not rotated:
+        vectors = rounding.rotate(vectors)
+    return vectors.to(dtype)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -13,7 +13,10 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.utils import is_torchdynamo_compiling
 
-from ..mixers.ssd import requested_backend
+from ..hybrid.block_layout import Layout
+from ..hybrid.inputs import WindowedHeads
+from ..model.softmax import Near
+from .torch_backend import TorchBackend
 
 FLEX_BLOCK = 128
 MIN_QUERIES = 128
@@ -22,13 +25,33 @@ RECOMPILES = 256
 """Kinds of inputs in a process after which PyTorch would no longer compile, and hold all scores in memory."""
 
 
-def can_flex(query: torch.Tensor, backend: str) -> bool:
-    """Return True if flex_attention is a kernel here, for queries (B, H', L, P); backend: `mixer_backend`."""
-    if not query.is_cuda or query.shape[2] < MIN_QUERIES or requested_backend(backend) == "torch":
-        return False
-    if not hasattr(flex, "AuxRequest"):  # before torch 2.9 it returns no log-sum-exp
-        return False
-    return query.dtype != torch.float64 and query.shape[-1] >= 16 and find_spec("triton") is not None
+class FlexBackend(TorchBackend):
+    """PyTorch's operations, with flex_attention for the blocks of a prompt on a GPU."""
+
+    def recomputes(self, heads: WindowedHeads, query: torch.Tensor) -> bool:
+        """False where flex_attention is used, which keeps no scores."""
+        return super().recomputes(heads, query) and not self.can_flex(heads, query, query.shape[2])
+
+    def can_flex(self, heads: WindowedHeads, query: torch.Tensor, queries: int) -> bool:
+        """Return True if flex_attention is a kernel for so many queries (..., P) of a head."""
+        if heads.dropout or queries < MIN_QUERIES:
+            return False
+        if not hasattr(flex, "AuxRequest"):  # before torch 2.9 it returns no log-sum-exp
+            return False
+        return query.dtype != torch.float64 and query.shape[-1] >= 16 and find_spec("triton") is not None
+
+    def attend_groups(
+        self, heads: WindowedHeads, query: torch.Tensor, keys, values, holders, until, layout: Layout
+    ) -> Near:
+        """See `TorchBackend.attend_groups`."""
+        flat = layout.in_order(query).transpose(1, 2)  # (B, H', slots, P)
+        if not self.can_flex(heads, flat, flat.shape[2]):
+            return super().attend_groups(heads, query, keys, values, holders, until, layout)
+        seen_from = layout.block_of_query(), layout.column_of_query(), until, layout.sequence
+        output, log_mass = attend_by_flex(flat, keys, values, *seen_from, heads.scaling, heads.softcap)
+        parts = (output.transpose(1, 2), log_mass.transpose(1, 2)[..., None])
+        output, log_mass = (layout.in_groups(t, heads.groups) for t in parts)
+        return output, log_mass[..., 0]
 
 
 def attend_by_flex(

@@ -15,12 +15,13 @@ from functools import partial
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from ..hybrid.hybrid_cache import record, recurrent_state
+from ..model.cache import record, recurrent_state
 from ..model.norms import head_norm
 from ..model.rotary import Rotary, apply_rotary, scale_queries
-from .matrix_mixer import convolve_with_cache, gate_bias
+from .matrix_mixer import convolve_with_cache, gate_bias, initialise_gate, inverse_softplus_step
 from .selective_scan import selective_advance, selective_matrix, selective_scan, selective_step
 from .short_conv import ShortConv
 from .ssd import repeat_groups
@@ -49,6 +50,15 @@ class Mamba1(nn.Module):
         self.B_norm = head_norm(config.mixer_qk_norm, self.head_dim, self.num_groups, config.norm_eps)
         self.C_norm = head_norm(config.mixer_qk_norm, self.head_dim, self.num_heads, config.norm_eps)
         self.out_proj = nn.Linear(self.inner_size, config.hidden_size, bias=config.mixer_out_bias)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Open the gate, and draw steps and rates as the code of Mamba does."""
+        initialise_gate(self)
+        init.copy_(self.dt_proj.bias, inverse_softplus_step(self.dt_proj.bias))
+        # rates 1, 2, ... N in each channel (S4D-real)
+        states = torch.arange(1, self.d_state + 1, dtype=torch.float32, device=self.A_log.device)
+        init.copy_(self.A_log, states.log().expand_as(self.A_log))
 
     def project(
         self,

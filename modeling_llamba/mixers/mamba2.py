@@ -21,8 +21,9 @@ key/value heads and are repeated per head after it. Wang et al. 2024 (The Mamba 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import initialization as init
 
-from .matrix_mixer import SSDMixer, Streams, hold_state_at_padding
+from .matrix_mixer import SSDMixer, Streams, hold_state_at_padding, initialise_gate, inverse_softplus_step
 
 
 class DiscreteMamba2(SSDMixer):
@@ -33,6 +34,13 @@ class DiscreteMamba2(SSDMixer):
         self.A_log_bias = None
         if config.mixer_decay_bias:
             self.A_log_bias = nn.Parameter(torch.zeros(self.num_states))
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Open the gate; the bias of the decay is zero."""
+        initialise_gate(self)
+        if self.A_log_bias is not None:
+            init.zeros_(self.A_log_bias)
 
     def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, cache=None):
         sizes = [self.conv_size, self.inner_size, self.num_states]
@@ -52,6 +60,13 @@ class Mamba2(SSDMixer):
         super().__init__(config, layer_idx)
         self.A_log = nn.Parameter(torch.zeros(self.num_states))
         self.dt_bias = nn.Parameter(torch.zeros(self.num_states))
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Open the gate, and draw steps, and rates from 1 to 16, as the code of Mamba-2 does."""
+        initialise_gate(self)
+        init.copy_(self.dt_bias, inverse_softplus_step(self.dt_bias))
+        init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(1, 16).log())
 
     def project(self, hidden_states, position_embeddings=None, padding_mask=None, seq_idx=None, cache=None):
         sizes = [self.inner_size, self.conv_size, self.num_states]

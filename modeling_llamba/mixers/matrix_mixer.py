@@ -6,18 +6,21 @@ A matrix mixer is a linear map y = M x along the sequence whose matrix M (L, L, 
 Shapes: B batch, L length, D model width, H heads, G groups, U states, P head dim, N state, I inner width.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from ..hybrid.hybrid_cache import conv_state, record, recurrent_state
+from ..kernels.backend import requested_backend
+from ..model.cache import conv_state, record, recurrent_state
 from ..model.norms import RMSNorm, head_norm
 from ..model.rotary import Rotary, apply_rotary, scale_queries
 from .short_conv import ShortConv
-from .ssd import repeat_groups, requested_backend, ssd_advance, ssd_matrix, ssd_scan, ssd_step
+from .ssd import repeat_groups, ssd_advance, ssd_matrix, ssd_scan, ssd_step
 
 # silu(z) = 1 here, so a gate whose projection is zero lets everything through.
 OPEN_GATE = 1.278464542761074
@@ -28,6 +31,19 @@ def gate_bias(config, size: int) -> nn.Parameter | None:
     if not config.mixer_gate_bias:
         return None
     return nn.Parameter(torch.full((size,), OPEN_GATE))
+
+
+def initialise_gate(mixer: nn.Module) -> None:
+    """Open the gate of a mixer, and let its input pass beside the state."""
+    init.ones_(mixer.D)
+    if mixer.z_bias is not None:
+        init.constant_(mixer.z_bias, OPEN_GATE)
+
+
+def inverse_softplus_step(like: torch.Tensor) -> torch.Tensor:
+    """Step sizes log-uniform in [1e-3, 1e-1], as Mamba draws them, before the softplus."""
+    dt = torch.empty_like(like, dtype=torch.float32).uniform_(math.log(1e-3), math.log(1e-1)).exp().clamp_min(1e-4)
+    return dt + torch.log(-torch.expm1(-dt))
 
 
 def output_norm(config, size: int) -> RMSNorm | None:

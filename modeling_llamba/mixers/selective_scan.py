@@ -12,7 +12,8 @@ Shapes: B batch, L length, G groups, N state, I inner width.
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .ssd import is_recorded, sequence_starts
+from ..model.sequences import sequence_starts
+from .ssd import is_recorded
 
 # Tokens whose states are held at once when training; each such segment is recomputed in the backward.
 SEGMENT = 512

@@ -6,8 +6,10 @@ Shapes: B batch, L length, I inner width.
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import initialization as init
 
-from .ssd import is_recorded, requested_backend
+from ..kernels.backend import requested_backend
+from .ssd import is_recorded
 
 try:
     from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
@@ -30,6 +32,14 @@ class ShortConv(nn.Module):
         self.activation = activation
         self.weight = nn.Parameter(torch.zeros(channels, 1, kernel_size))
         self.bias = nn.Parameter(torch.zeros(channels))
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Make it the identity: the last tap is the current token."""
+        init.zeros_(self.bias)
+        identity = torch.zeros_like(self.weight)
+        identity[..., -1] = 1.0
+        init.copy_(self.weight, identity)
 
     def forward(
         self,

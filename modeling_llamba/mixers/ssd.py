@@ -11,16 +11,17 @@ Shapes: B batch, L length, H heads, G groups, U states, P head dim, N state.
 `ssd_recurrence` (naive.py) is the ground truth that every other path is compared with.
 """
 
-import contextlib
 import math
-import os
 
 import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 from transformers.utils import logging
 
-from ..model.hybrid_config import BACKENDS
+from ..kernels.backend import BACKEND_VARIABLE
+from ..model.config_values import BACKENDS
+from ..model.precision import full_precision
+from ..model.sequences import sequence_starts
 
 # installed and yet unusable: Triton says in several ways that there is no GPU, kernels that they are for another torch
 try:
@@ -45,23 +46,6 @@ LOG2_E = math.log2(math.e)
 # Decays closer to 1 than this are clamped on the mamba_ssm path only, which has to divide x by -log_a. A million
 # tokens decay by 1e-6 then, and neither x / 1e-12 nor its product with 1e-12 leaves the range of float32 or bf16.
 KERNEL_MIN_STEP = 1e-12
-
-# overrides the configuration's mixer_backend
-BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"
-
-
-def full_precision(like: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Autocast would turn the products inside the recurrence to half precision, and its state with them."""
-    device = like.device.type
-    # entering the context costs as much as some of what is done in it for one token
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
-
-
-def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
-    """(B, L) bool: the tokens at which a packed sequence follows another."""
-    return nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
 
 
 def reset_at_boundaries(log_a: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
@@ -177,11 +161,6 @@ def ssd_scan(
         initial_state = initial_state.to(dtype)
     with full_precision(x):
         return chunked_scan(x, log_a, B, C, initial_state, chunk_size)
-
-
-def requested_backend(configured: str) -> str:
-    """Return the backend that the environment variable HYBRID_SSD_BACKEND asks for, else the configuration's."""
-    return os.environ.get(BACKEND_VARIABLE) or configured
 
 
 def chunked_scan(

@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.utils import is_torchdynamo_compiling
 
-from ..hybrid.rounding import Rounding
-from ..kernels.cpu_kernels import attend_on_cpu, can_run_on_cpu
-from ..kernels.hybrid_step_kernel import can_run
-from ..kernels.row_attention_kernel import attend_to_rows
-from ..mixers.ssd import requested_backend
+from ..hybrid.rounding import DECODED, Rounding
+from ..kernels.backend import backend_for
 from .norms import head_norm
 from .rotary import Rotary, rotate_keys, rotate_queries
 
@@ -74,6 +72,14 @@ class TeacherAttention(nn.Module):
         if self.key_offset is None:
             return key
         return key - self.key_offset.detach()[:, None].to(key.dtype)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draw learned sinks; offsets are zero."""
+        if self.sinks is not None:
+            init.normal_(self.sinks, mean=0.0, std=self.config.initializer_range)
+        if self.key_offset is not None:
+            init.zeros_(self.key_offset)
 
     @property
     def dropout(self) -> float:
@@ -150,13 +156,6 @@ def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Ten
         return scores.softmax(-1)
     learned = sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, learned], dim=-1).softmax(-1)[..., :-1]
-
-
-DECODED = 2**27
-"""Numbers of keys that are taken out of their rows at once, as far as one head has not more: 64 sequences of 32,768
-tokens would otherwise take as much memory for a moment as their whole cache."""
-FUSED_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""Attention that returns its log-sum-exp, too."""
 
 
 def attend_rounded(
@@ -236,44 +235,19 @@ def one_token(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> Callable | None:
-    """Attention of one token's queries (B, H, 1, P) to rows of keys and of values, which returns (B, 1, H, P): by
-    kernels; None where these do not compute the attention of this layer.
-
-    In 16 bits, too: PyTorch would leave that to cuDNN on newer GPUs, which plans anew for every length.
-    """
+    """Attention of one token's queries (B, H, 1, P) to rows of keys and of values, which returns (B, 1, H, P); None
+    where the layer's attention needs more than that: a gradient, dropout, learned sinks, another implementation."""
     if query.shape[2] > 1 or sinks is not None or dropout or torch.is_grad_enabled():
         return None
     if config._attn_implementation not in (None, "sdpa"):
-        return None
-    attend = kernel_for_rows(query, config.mixer_backend)
-    if attend is None:
         return None
     bias = None
     if mask is not None:
         bias = mask[:, 0, 0].expand(len(query), -1)
         if bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill_(~bias, -torch.inf)
-    bits = {"key_bits": roundings[0].bits, "value_bits": roundings[1].bits}
-    return functools.partial(attend, bias=bias, scale=scaling, softcap=softcap or 0.0, **bits)
-
-
-def kernel_for_rows(query: torch.Tensor, backend: str) -> Callable | None:
-    """The kernel by which one token attends to rows on the query's device; None where there is none.
-
-    Args:
-        backend: `mixer_backend` of the configuration.
-    """
-    if can_run(query.is_cuda, query.dtype) and requested_backend(backend) != "torch":
-        return attend_to_rows
-    if can_run_on_cpu(query.device, query.dtype, backend):
-        return attend_on_cpu
-    return None
-
-
-def fuses_on_cpu(*tensors: torch.Tensor) -> bool:
-    """True where PyTorch's fused attention for CPUs can be used; its log-sum-exp has no gradient."""
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return tensors[0].device.type == "cpu" and not recorded and not is_torchdynamo_compiling()
+    backend = backend_for(query, config.mixer_backend)
+    return functools.partial(backend.attend_to_rows, roundings=roundings, bias=bias, scaling=scaling, softcap=softcap)
 
 
 def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -321,11 +295,6 @@ def score_options(softcap: float | None, sinks: torch.Tensor | None) -> dict[str
     takes it."""
     given = {"softcap": softcap, "s_aux": sinks}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Make a bias on scores that is 0, and the least number of the type where `hidden` is True."""
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def update_keys(

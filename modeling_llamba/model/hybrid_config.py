@@ -1,114 +1,19 @@
 """Common configuration of both hybrid families: attention, mixers, and the kind of each layer."""
 
 import copy
-import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..ship_code import ship_code
+from .config_rules import check_config
+from .config_values import check_numbers
 
-MIXERS = ("discrete_mamba2", "mamba2", "mamba1", "none")
-RECURRENT = "conv"
-"""Entry of `layer_types` for a layer that keeps its teacher's own module with a state, whatever it is (recurrent.py).
-transformers' caches accept two names for such layers, and the other, linear_attention, stands for mixers here."""
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid", RECURRENT)
-QK_NORMS = (None, "rms", "layer", "all_heads")
-ROPES = ("main", "local", "none")
-BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
-CACHE_BITS = (16, 8, 6, 4, 2)
-ROPE_NUMBERS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("original_max_position_embeddings",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-# names in transformers' ACT2FN, whose import takes seconds; those with parameters of their own are left out
-ACTIVATIONS = (
-    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
-    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2",
-    "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh",
-)  # fmt: skip
-ATTENTION_ALONE = ("attention_gate", "learned_sinks", "value_norm", "sliding_heads")
-"""Fields of the attention that a mixer cannot follow."""
-SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "mixer_num_heads", "mixer_num_kv_heads",
-    "mixer_head_dim", "mixer_d_state", "mixer_d_conv", "mixer_chunk_size",
-)  # fmt: skip
 FORMAT_VERSION = 2
 """Version of the weights and the configuration of a hybrid. In version 1 hybrid layers had a projection for the first
 tokens and evicted token by token."""
-LARGEST_SIZE = 2**31 - 1
-SIZES_OF_STATES = (
-    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_num_value_heads", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
-    "mamba_expand", "mamba_chunk_size", "conv_L_cache",
-)  # fmt: skip
-"""Sizes of a teacher's own module with a state."""
-# smallest and largest value of every number in a configuration, this one's or a teacher's; whole where they are whole
-BOUNDS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys((*SIZES, "sliding_window", "hybrid_sink_reach", "mixer_dt_rank"), (1, LARGEST_SIZE)),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "mixer_norm_eps"), (0.0, 1.0)),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), (0.0, 1.0)),
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), (1e-06, 1000000.0)),
-    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "initializer_range"), (0.0, 1000000.0)),
-    **dict.fromkeys(SIZES_OF_STATES, (1, LARGEST_SIZE)),
-    "num_hidden_layers": (1, 10_000),
-    "num_experts": (1, 10_000),
-    "num_experts_per_tok": (1, 10_000),
-    "moe_intermediate_size": (1, LARGEST_SIZE),
-    "shared_expert_intermediate_size": (1, LARGEST_SIZE),
-    "max_window_layers": (0, LARGEST_SIZE),
-    "decoder_sparse_step": (1, LARGEST_SIZE),
-    "query_pre_attn_scalar": (1e-6, 1e9),
-    "original_max_position_embeddings": (1, LARGEST_SIZE),
-    "rope_theta": (1e-6, 1e30),
-    "llama_4_scaling_beta": (0.0, 1e6),
-    "partial_rotary_factor": (1e-6, 1.0),
-    "hybrid_window": (2, 2**24),
-    "hybrid_block": (1, 2**16),
-    "hybrid_rank": (0, 2**16),
-    "hybrid_sinks": (0, 2**24),
-    "hybrid_salient": (0, 2**24),
-    "hybrid_state_planes": (1, 2**24),
-}
-
-
-NESTED = (
-    "text_config", "rope_parameters", "local_rope_parameters", "rope_scaling", "full_attention", "sliding_attention",
-    "sliding_heads", "recurrent",
-)  # fmt: skip
-
-
-def check_numbers(values: Mapping[str, Any]) -> None:
-    """Refuse a number of a configuration, or of the rotary settings in it, that no model can have.
-
-    Raises:
-        ValueError: naming the field and what it may be.
-    """
-    for name, value in values.items():
-        if name in NESTED and isinstance(value, Mapping):
-            check_numbers(value)
-        elif name in ("short_factor", "long_factor") and value is not None:
-            numbers = value if isinstance(value, (list, tuple)) else [None]
-            if not all(isinstance(number, (int, float)) and 0 < number < 1e9 for number in numbers):
-                raise ValueError(f"{name} of RoPE must be a list of numbers above 0, not {str(value)[:40]}.")
-        elif name in ("hybrid_window", "hybrid_rank") and isinstance(value, list):
-            for number in value:
-                check_numbers({name: number or None})  # 0 where a layer is not hybrid
-        elif name in BOUNDS and value is not None:
-            low, high = BOUNDS[name]
-            kind, what = (int, "a whole number") if isinstance(low, int) else ((int, float), "a number")
-            if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-                limit = f"at most {high}" if isinstance(value, kind) and value > high else f"at least {low}"
-                raise ValueError(f"{name} must be {what} of {limit}, not {str(value)[:40]}.")
 
 
 def mixer_defaults(mixer: str, head_dim: int) -> dict[str, Any]:
@@ -371,7 +276,7 @@ class HybridConfig(PreTrainedConfig):
             "AutoModelForSequenceClassification": f"modeling_{name}.{family}ForSequenceClassification",
         }
         os.makedirs(save_directory, exist_ok=True)
-        ship_code(type(self), save_directory)
+        ship_code(self, save_directory)
         super().save_pretrained(save_directory, **kwargs)  # last: config.json makes the folder a checkpoint
         if push_to_hub:  # not the inherited way, which would upload config.json alone
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
@@ -382,161 +287,4 @@ class HybridConfig(PreTrainedConfig):
         Raises:
             ValueError: naming the field and what it may be.
         """
-        for name, allowed in {
-            "mixer": MIXERS,
-            "mixer_activation": ("identity", "silu"),
-            "mixer_norm": ("none", "head", "whole"),
-            "qk_norm": QK_NORMS,
-            "mixer_qk_norm": QK_NORMS,
-            "mixer_backend": BACKENDS,
-        }.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}.")
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of transformers' activations, not {self.hidden_act!r}.")
-        check_numbers(vars(self))
-        absent = [name for name in SIZES if getattr(self, name) is None]
-        if absent:
-            raise ValueError(f"{absent[0]} must be a whole number of at least 1, not None.")
-        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
-            raise ValueError(f"pad_token_id {self.pad_token_id} is no token of a vocabulary of {self.vocab_size}.")
-        for name in ("embedding_multiplier", "attention_multiplier", "logits_scaling", *SOFT_CAPS):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a finite number above 0, not {value!r}.")
-        self._validate_rotary()
-        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
-        if unknown or len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types needs {self.num_hidden_layers} entries out of {LAYER_TYPES}; "
-                f"got {len(self.layer_types)}" + (f", unknown: {unknown}." if unknown else ".")
-            )
-        if self.sliding_heads is not None:
-            self._validate_sliding_heads()
-        for name in ("full_attention_bits", "window_bits"):
-            self._validate_bits(name)
-        if self.key_offsets and (self.learned_sinks or self.attn_logit_softcapping is not None):
-            raise ValueError("Beside learned_sinks or attn_logit_softcapping scores change with key_offsets.")
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise ValueError("layer_types has sliding_attention, so sliding_window must be set.")
-        if RECURRENT in self.layer_types and self.recurrent is None:
-            raise ValueError(f"layer_types has {RECURRENT}, so recurrent must say what these layers are.")
-        alone = [name for name in ATTENTION_ALONE if getattr(self, name)]
-        if alone and "linear_attention" in self.layer_types:
-            raise ValueError(f"A mixer cannot follow {alone[0]}; use hybrid layers.")
-        if self.learned_sinks and self.attn_logit_softcapping is not None:
-            raise ValueError("No attention of transformers' knows learned_sinks and attn_logit_softcapping together.")
-        for kind in ("full_attention", "sliding_attention"):
-            if self.num_attention_heads % self.of_kind(kind).num_key_value_heads:
-                raise ValueError("num_attention_heads must be a multiple of num_key_value_heads.")
-        if self.mixer_num_heads % self.mixer_num_kv_heads:
-            raise ValueError("mixer_num_heads must be a multiple of mixer_num_kv_heads.")
-        if self.mixer == "mamba1" and self.mixer_head_dim % self.mixer_d_state:
-            raise ValueError(
-                "mamba1 cuts each head into pieces of mixer_d_state channels, so mixer_head_dim "
-                f"({self.mixer_head_dim}) must be a multiple of it ({self.mixer_d_state})."
-            )
-        if self.mixer == "mamba1" and (self.mixer_rotary and self.mixer_d_state != self.mixer_head_dim):
-            raise ValueError("mamba1 with mixer_rotary needs mixer_d_state == mixer_head_dim.")
-        if self.mixer_decay_bias and self.mixer != "discrete_mamba2":
-            raise ValueError("mixer_decay_bias exists for discrete_mamba2 only; the other mixers have dt_bias.")
-        if self.mixer_backend in ("mamba_ssm", "fla") and self.mixer == "mamba1":
-            raise ValueError("mamba1 runs on the torch scan only; use mixer_backend 'auto' or 'torch'.")
-        if self.mixer_shared_state and self.mixer == "mamba1":
-            raise ValueError("mamba1 has a decay per channel; mixer_shared_state exists for the other mixers.")
-        if self.mixer_norm != "none" and self.mixer != "mamba2":
-            raise ValueError("mixer_norm exists for the mamba2 mixer only; use 'none'.")
-        if self.mixer == "none" and "linear_attention" in self.layer_types:
-            raise ValueError("layer_types has linear_attention, so mixer must be one of the mixers, not 'none'.")
-        self._validate_window()
-
-    def _validate_bits(self, name: str) -> None:
-        value = getattr(self, name)
-        pair = value if isinstance(value, list) else [value, value]
-        if len(pair) != 2 or not set(pair) <= set(CACHE_BITS):
-            raise ValueError(
-                f"{name} must be one of {CACHE_BITS}, or a list of two for keys and values, not {value!r}."
-            )
-        for width in self.head_widths:
-            if min(pair) < 8 and width % 16:
-                raise ValueError(f"{name} of less than 8 needs a head_dim that is a multiple of 16, not {width}.")
-            if min(pair) < 16 and width % 2:
-                raise ValueError(f"{name} of less than 16 needs an even head_dim, not {width}.")
-
-    def _validate_sliding_heads(self) -> None:
-        if set(self.sliding_heads) != {"num_key_value_heads", "head_dim"} or None in self.sliding_heads.values():
-            raise ValueError(f"sliding_heads needs num_key_value_heads and head_dim, not {self.sliding_heads!r}.")
-        if self.attention_multiplier is None:
-            raise ValueError("With sliding_heads, attention_multiplier says the one factor on all scores.")
-        local = [self.rope_of(i) == "local" for i in range(self.num_hidden_layers)]
-        if local != [kind == "sliding_attention" for kind in self.layer_types]:
-            raise ValueError("With sliding_heads, layer_rope is local where layer_types has sliding_attention.")
-
-    def _validate_rotary(self) -> None:
-        layers = ["main"] * self.num_hidden_layers if self.layer_rope is None else self.layer_rope
-        if len(layers) != self.num_hidden_layers or not set(layers) <= set(ROPES):
-            raise ValueError(f"layer_rope needs {self.num_hidden_layers} entries out of {ROPES}, not {layers}.")
-        if ("local" in layers) != (self.local_rope_parameters is not None):
-            raise ValueError("local_rope_parameters is needed where layer_rope has local, and nowhere else.")
-        for rope in (self.rope_parameters, self.local_rope_parameters):
-            if rope is not None:
-                self._validate_rope(rope)
-        rotated = set(layers) != {"none"} and set(self.layer_types) - {"linear_attention", RECURRENT}
-        if rotated and self.rope_parameters is not None and 2 * self.rotary_planes > self.head_dim:
-            raise ValueError(f"head_dim must be even where a rotary embedding turns all of it, not {self.head_dim}.")
-
-    @staticmethod
-    def _validate_rope(rope: dict[str, Any]) -> None:
-        kinds = ("default", *sorted(ROPE_INIT_FUNCTIONS))
-        kind = rope.get("rope_type")
-        if kind not in kinds:
-            raise ValueError(f"rope_type must be one of {kinds}, not {kind!r}.")
-        scaled = ("original_max_position_embeddings",) if rope.get("llama_4_scaling_beta") is not None else ()
-        for name in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS.get(kind, ()), *scaled):
-            value = rope.get(name, 1.0 if name == "partial_rotary_factor" else None)
-            if not isinstance(value, (int, float)) or value <= 0:
-                raise ValueError(f"{name} of RoPE {kind} must be a number above 0, not {value!r}.")
-        for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-            if rope.get(name) is None:
-                raise ValueError(f"{name} of RoPE {kind} must be a list of numbers above 0, not None.")
-
-    def _validate_window(self) -> None:
-        if "hybrid" in self.layer_types:
-            hybrids = [i for i, kind in enumerate(self.layer_types) if kind == "hybrid"]
-            for name in ("hybrid_window", "hybrid_rank"):
-                value = getattr(self, name)
-                if isinstance(value, list) and len(value) != self.num_hidden_layers:
-                    raise ValueError(f"{name} as a list needs {self.num_hidden_layers} entries, one a layer.")
-            for width in sorted({self.window_of(i) or 0 for i in hybrids}):
-                if width < 2 * self.hybrid_block or width % self.hybrid_block:
-                    raise ValueError(
-                        f"layer_types has hybrid, so hybrid_window must be a multiple of hybrid_block "
-                        f"({self.hybrid_block}) and at least two of it, not {width}."
-                    )
-            main = self.rope_parameters or {}
-            ropes = [main, *(self.local_rope_parameters for i in hybrids if self.rope_of(i) == "local")]
-            shares = {rope.get("partial_rotary_factor", 1.0) for rope in ropes}
-            if self.mixer != "none" and (main.get("rope_type") == "proportional" or len(shares) > 1):
-                raise ValueError(
-                    "The state of a hybrid layer needs one partial_rotary_factor for all of them and a rope_type that "
-                    "is not 'proportional'; use mixer 'none'."
-                )
-        if self.hybrid_full_heads is None:
-            return
-        if len(self.hybrid_full_heads) != self.num_hidden_layers:
-            raise ValueError(f"hybrid_full_heads needs a list of heads for each of {self.num_hidden_layers} layers.")
-        for i, heads in enumerate(self.hybrid_full_heads):
-            if heads and self.layer_types[i] != "hybrid":
-                raise ValueError(f"hybrid_full_heads names heads of layer {i}, which is not hybrid.")
-            if len(set(heads)) != len(heads) or not set(heads) <= set(range(self.num_attention_heads)):
-                raise ValueError(
-                    f"hybrid_full_heads of layer {i} must be different heads below "
-                    f"{self.num_attention_heads}; got {heads}."
-                )
-            shared = self.num_attention_heads // self.num_key_value_heads
-            groups = {head // shared for head in heads}
-            if len(groups) * shared != len(heads) or len(groups) == self.num_key_value_heads:
-                raise ValueError(
-                    f"hybrid_full_heads of layer {i} must name all {shared} query heads of a key/value head or none, "
-                    f"and leave a key/value head out; got {heads}."
-                )
+        check_config(self)

@@ -21,8 +21,8 @@ from convert.checkpoint.load import load_model
 from convert.pipeline import convert
 from convert.teachers.teacher import embedded_teacher
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
-from modeling_llamba.hybrid.hybrid_cache import cache_nbytes
 from modeling_llamba.mixers.ssd import ssd_step
+from modeling_llamba.model.cache import cache_nbytes
 
 from ..evaluation.speed import fill_cache
 from .measure import Report, Table, Timing, interleaved

@@ -18,8 +18,7 @@ from convert.train.distillation.loss import CHUNK_ELEMENTS
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid.block_layout import GROUP
 from modeling_llamba.hybrid.eviction import BlockShape
-from modeling_llamba.hybrid.rounding import Rounding
-from modeling_llamba.model.attention import DECODED
+from modeling_llamba.hybrid.rounding import DECODED, Rounding
 
 from .gpu import default_hybrid
 

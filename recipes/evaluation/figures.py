@@ -23,7 +23,6 @@ PAGES = {
     ROOT / "README.md": "readme",
     RESULTS / "compare.md": "compare",
     RESULTS / "other_teachers.md": "compare",
-    RESULTS / "qwen3.md": "compare",
     RESULTS / "quality.md": "quality",
     RESULTS / "recall.md": "quality",
     RESULTS / "calibration.md": "quality",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from convert.fit.divergence import CHUNK_TOKENS, kl_of_logits
-from modeling_llamba.model.hybrid_model import finish_logits
+from modeling_llamba.model.causal_lm import finish_logits
 
 FIRST_EDGE = 16
 SHORTEST = 8

@@ -13,7 +13,8 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
-from modeling_llamba.hybrid.hybrid_cache import HybridLayer, cache_nbytes
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer
+from modeling_llamba.model.cache import cache_nbytes
 
 
 def now(device: torch.device) -> float:

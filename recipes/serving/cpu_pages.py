@@ -1,124 +1,33 @@
 """A token of each request on a CPU in C, which reads and writes vLLM's pages where they lie.
 
 PyTorch's operations copy a slot out of its pages and back, by dozens of calls a layer, which takes ten times as long
-as what they compute. The functions here are those of cpu_kernels.py around the same arithmetic.
+as what they compute. The functions of pages.c are those of modeling_llamba/kernels/c around the same arithmetic.
 
 Shapes: B batch (requests), H heads, H' heads with a window, K key/value heads, R heads per key/value head, P head dim,
 T columns.
 """
 
 import ctypes
+from pathlib import Path
 
 import torch
 
 from modeling_llamba.hybrid.rounding import Rounding
-from modeling_llamba.kernels.cpu_kernels import SPAN, TYPES, Layer, int64s, library, pointer
+from modeling_llamba.kernels.backend import backend_for
+from modeling_llamba.kernels.c.c_backend import CBackend
+from modeling_llamba.kernels.c.c_library import SPAN, TYPES, Layer, int64s, library, pointer
 
-SOURCE = r"""
-/* Slots of a request, one behind another in the pages with the numbers `rows`. */
-typedef struct { uint8_t *memory; int64_t size; const int64_t *rows; } Slots;
+PAGES = Path(__file__).parent / "pages.c"
+"""Source of the functions."""
 
-static uint8_t *byte_at(Slots slots, int64_t place)
-{
-    return slots.memory + slots.rows[place / slots.size] * slots.size + place % slots.size;
-}
 
-/* How many of these bytes lie in the page of the first. */
-static int64_t in_page(Slots slots, int64_t place, int64_t count)
-{
-    int64_t left = slots.size - place % slots.size;
-    return left < count ? left : count;
-}
+def runs_in_c(like: torch.Tensor, dtype: torch.dtype, setting: str) -> bool:
+    """Return True if the functions run here.
 
-/* Bytes of slots: where they are, or their copy in `scratch` if they do not lie in one page. */
-static const void *held(Slots slots, int64_t place, int64_t count, uint8_t *scratch)
-{
-    if (in_page(slots, place, count) == count)
-        return byte_at(slots, place);
-    for (int64_t here, done = 0; done < count; done += here) {
-        here = in_page(slots, place + done, count - done);
-        memcpy(scratch + done, byte_at(slots, place + done), here);
-    }
-    return scratch;
-}
-
-static void write(Slots slots, int64_t place, const void *bytes, int64_t count)
-{
-    for (int64_t here, done = 0; done < count; done += here) {
-        here = in_page(slots, place + done, count - done);
-        memcpy(byte_at(slots, place + done), (const uint8_t *)bytes + done, here);
-    }
-}
-
-static void encode(const float *vector, uint8_t *row, int P, Rounding rounding)
-{
-    float t[P];
-    memcpy(t, vector, 4 * P);
-    if (rounding.groups > 0)
-        rotate(t, P, P & -P);
-    pack(t, row, P, rounding);
-}
-
-/* Write a token of each request into its slot and mix it.
-
-   places: of salience, state, keys and values in a request's slots. heads: queries of R K heads, where there are any
-   those to sinks, keys and values of K heads. offset (K, P): what was taken off the keys. room: bytes of `scratch`
-   for each key/value head. */
-void step_in_slots(uint8_t *memory, int64_t size, const int64_t *rows, int pages, const int64_t *places,
-                   const int64_t *number, const float *salience, const float *heads, int has_sinks,
-                   const float *offset, const float *mass, float *output, float *features, const int *key_rounding,
-                   const int *value_rounding, Layer layer, int B, uint8_t *scratch, int64_t room, int threads)
-{
-    Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
-    Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
-    int K = layer.K, R = layer.R, P = layer.P, T = layer.T, N = layer.N, group = R * P;
-    int width = (1 + has_sinks) * K * group + 2 * K * P, masses = 2 + N - layer.slow_planes + P - layer.planes;
-    int64_t key_bytes = (int64_t)T * of_keys.step, value_bytes = (int64_t)T * of_values.step;
-    int64_t state_bytes = 4 * (int64_t)(P + 1) * (N + 1);
-    #pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        #pragma omp for
-        for (int n = 0; n < B * K; n++) {
-            int b = n / K, k = n % K, column = column_of(number[b], layer);
-            Slots slots = {memory, size, rows + b * pages};
-            const float *value = heads + (int64_t)(b + 1) * width - (K - k) * P;
-            uint8_t row[4 * P];
-            encode(value - K * P, row, P, of_keys);
-            write(slots, places[2] + k * key_bytes + column * of_keys.step, row, of_keys.step);
-            encode(value, row, P, of_values);
-            write(slots, places[3] + k * value_bytes + column * of_values.step, row, of_values.step);
-            if (k == 0)
-                write(slots, places[0] + 4 * column, salience + b, 4);
-        }
-        #pragma omp for
-        for (int n = 0; n < B * K; n++) {
-            int b = n / K, k = n % K;
-            Slots slots = {memory, size, rows + b * pages};
-            uint8_t *for_state = scratch + n * room, *for_salience = for_state + state_bytes;
-            uint8_t *for_keys = for_salience + 4 * T, *for_values = for_keys + key_bytes;
-            const float *query = heads + (int64_t)b * width + k * group;
-            mix_head(held(slots, places[2] + k * key_bytes, key_bytes, for_keys), of_keys,
-                     held(slots, places[3] + k * value_bytes, value_bytes, for_values), of_values,
-                     held(slots, places[0], 4 * layer.S, for_salience),
-                     held(slots, places[1] + k * state_bytes, state_bytes, for_state), number[b], query,
-                     has_sinks ? query + K * group : 0, offset ? offset + k * P : 0, mass + k * R * masses,
-                     output + (int64_t)n * group, features + 3 * (int64_t)n * group, layer);
-        }
-    }
-}
-
-/* Write rows of vectors (B, K, P) into their places of pages, from byte `first` of each. */
-void write_heads(uint8_t *memory, int64_t size, int64_t first, int block, const int64_t *places, const float *vectors,
-                 const int *rounding, int B, int K, int P)
-{
-    Rounding one = {rounding[0], rounding[1], rounding[2]};
-    for (int n = 0; n < B * K; n++) {
-        int64_t place = places[n / K];
-        uint8_t *of_page = memory + place / block * size + first;
-        encode(vectors + (int64_t)n * P, of_page + (place % block * K + n % K) * one.step, P, one);
-    }
-}
-"""
+    Args:
+        like: a tensor on the device. dtype: the model's. setting: `mixer_backend` of the configuration.
+    """
+    return isinstance(backend_for(like, setting, dtype), CBackend) and library(PAGES) is not None
 
 
 def _rounding(rounding: Rounding, dtype: torch.dtype, rows: int) -> ctypes.Array:
@@ -137,7 +46,7 @@ class SlotStep:
 
     def __init__(self, attention, places: dict[str, int], dtype: torch.dtype):
         shape = attention.shape
-        K, R = attention.kv_groups
+        K, R = attention.heads().groups
         P, planes, slow_planes = attention.head_dim, shape.slow.planes, shape.slow.slow_planes
         self.attention = attention
         self.places = int64s(*(places[name] for name in ("salience", "state", "keys", "values")))
@@ -176,7 +85,7 @@ class SlotStep:
         offset = None if offset is None else offset.float().contiguous()
         output, features = heads.new_empty(batch, 1, K * R, P), heads.new_empty(batch, 1, 3 * K * R * P)
         scratch = memory.new_empty(batch * K * self.room)
-        library(SOURCE).step_in_slots(
+        library(PAGES).step_in_slots(
             pointer(memory), ctypes.c_int64(memory.shape[1]), pointer(rows), rows.shape[1], self.places,
             pointer(index), pointer(salience), pointer(heads), has_sinks,
             *map(pointer, (offset, mass, output, features)), *self.roundings, self.layer, batch, pointer(scratch),
@@ -214,7 +123,7 @@ class HeadStep:
         threads = torch.get_num_threads()
         parts = 1 if threads == 1 else min(-(-longest // SPAN), 2 * threads)
         queries, *new = (t.float().contiguous() for t in (query, key, value))
-        kernels = library(SOURCE)
+        kernels = library(PAGES)
         for first, vectors, rounding in zip(self.firsts, new, self.to_write, strict=True):
             kernels.write_heads(
                 pointer(memory), ctypes.c_int64(size), ctypes.c_int64(first), block, pointer(places),

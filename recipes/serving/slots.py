@@ -21,20 +21,16 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens, open_block
-from modeling_llamba.hybrid.hybrid_attention import (
-    HybridAttention,
-    HybridInputs,
-    Projected,
-    causal_bias,
-    merged,
-)
+from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer
-from modeling_llamba.kernels.cpu_kernels import can_open_on_cpu, can_run_on_cpu, open_on_cpu
-from modeling_llamba.model.attention import FUSED_ON_CPU, fuses_on_cpu, kernel_for_rows
+from modeling_llamba.hybrid.inputs import HybridInputs, Projected
+from modeling_llamba.hybrid.prompt import read_prompt
+from modeling_llamba.kernels.backend import backend_for
 from modeling_llamba.model.rotary import Rotary
+from modeling_llamba.model.softmax import FUSED_ON_CPU, attend, causal_bias, fuses_on_cpu, merged
 
-from .cpu_pages import SOURCE, HeadStep, SlotStep
+from .cpu_pages import HeadStep, SlotStep, runs_in_c
 from .pages import HeadRows, RequestMemory, SlotMetadata, Slots, Span, batched, bytes_of
 
 
@@ -99,7 +95,7 @@ class SlotRows(HybridLayer):
         self.slots = slots
 
     def put(self, tokens: NewTokens, start: None) -> torch.Tensor:
-        """Write a token, like `HybridLayer.put`."""
+        """Write a token, like `HybridLayer.put`; return its column (B,)."""
         E = self.shape.block
         S = self.shape.places
         number = tokens.index[:, 0]
@@ -112,10 +108,6 @@ class SlotRows(HybridLayer):
         self.slots["salience"][row, column] = tokens.salience[:, 0]
         self.held = held_in(self.slots, number + 1)
         return column
-
-    def put_one(self, tokens: NewTokens) -> None:
-        """Write a token, like `HybridLayer.put_one`, whose kernel would open its block once more."""
-        self.put(tokens, None)
 
     def write(self, tokens: NewTokens, start: None) -> tuple[int, int, torch.Tensor]:
         """Write a token, like `HybridLayer.write`."""
@@ -276,7 +268,7 @@ class HybridSlots(SlotLayer):
         super().ready()
         self.written, self.per_column = self._written()
         attention, dtype = self.mixer, self.memory.dtype
-        if can_run_on_cpu(self.written.device, dtype, attention.config.mixer_backend, SOURCE):
+        if runs_in_c(self.written, dtype, attention.config.mixer_backend):
             if attention.mass is not None:
                 self.slot_step = SlotStep(attention, self.first_bytes(), dtype)
             if self.head_rows is not None:
@@ -341,14 +333,19 @@ class HybridSlots(SlotLayer):
         projected = projected_of(self.mixer, *inputs[1:])
         inputs = HybridInputs(index, start=seen, end_alike=not padded)
         if rows is None:
-            self._give(output, *self.mixer.prompt(projected, inputs, None))
+            self._give(output, *self._read(projected, inputs, None))
             return
         cache = HybridLayer(self.mixer.shape)
         content, slots = self.fetch(rows) if seen else self.empty(len(rows))
         cache.held = held_in(slots, index[:, 0]) if seen else None
-        self._give(output, *self.mixer.prompt(projected, inputs, cache))
+        self._give(output, *self._read(projected, inputs, cache))
         put(slots, cache.held)
         self.store(rows, content)
+
+    def _read(self, projected: Projected, inputs: HybridInputs, layer: HybridLayer | None):
+        backend = backend_for(projected.query, self.mixer.config.mixer_backend)
+        heads = self.mixer.heads(has_far_sinks=projected.sink_query is not None)
+        return read_prompt(backend, heads, projected, inputs, layer)
 
     def decode(self, inputs: list[torch.Tensor], output: torch.Tensor, metadata: SlotMetadata) -> None:
         """One token of each request."""
@@ -365,17 +362,18 @@ class HybridSlots(SlotLayer):
             return
         content, slots = self.fetch(rows)
         cache = SlotRows(shape, slots)
-        self._give(output, *self.mixer.step(projected_of(self.mixer, *others), HybridInputs(index), cache))
+        self._give(output, *self.mixer.attend(projected_of(self.mixer, *others), HybridInputs(index), cache))
         self._store_columns(rows, content, index[:, 0])
 
     def _open_block(self, rows: torch.Tensor, requests: torch.Tensor) -> None:
         """Open a block in the slots of some requests (B,)."""
         content, slots = self.fetch(rows)
         shape, held = self.mixer.shape, held_in(slots, requests)
-        if can_open_on_cpu(held, shape.key_rounding.backend):
-            open_on_cpu(*held[:4], torch.full_like(requests, shape.window), shape)
-        else:
-            put(slots, open_block(held, shape))
+        opened = backend_for(held.salience, shape.key_rounding.backend).open_blocks(
+            held, shape, torch.full_like(requests, shape.window), in_all_rows=True
+        )
+        if opened.keys is not held.keys:
+            put(slots, opened)
         self.store(rows, content)
 
     def _store_columns(self, rows: torch.Tensor, content: torch.Tensor, number: torch.Tensor) -> None:
@@ -391,14 +389,14 @@ class HybridSlots(SlotLayer):
 
     def _has_far_sinks(self, inputs: list[torch.Tensor]) -> bool:
         """True if there are queries to sinks that are farther away than the teacher was trained for."""
-        K, shared = self.mixer.kv_groups
+        K, shared = self.mixer.heads().groups
         return inputs[2].shape[2] > K * (shared + 2)
 
     def _without_far_sinks(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Leave these queries out: of tokens that no sink is so far from, they are the others' equal."""
         if not self._has_far_sinks(inputs):
             return inputs
-        K, shared = self.mixer.kv_groups
+        K, shared = self.mixer.heads().groups
         index, salience, heads = inputs
         return [index, salience, torch.cat([heads[:, :, : K * shared], heads[:, :, 2 * K * shared :]], dim=2)]
 
@@ -472,17 +470,10 @@ def _attend_decoding(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of a token of each request, queries (B, heads, P), to rows (B, K, T, .) of keys and of values."""
-    of_keys, of_values = rows.roundings
-    kernel = kernel_for_rows(query, attention.config.mixer_backend)
-    if kernel is not None:
-        bias = None if bias is None else bias[:, 0, 0]
-        bits = of_keys.bits, of_values.bits
-        return kernel(query[:, :, None], *held, bias, attention.scaling, attention.softcap or 0.0, *bits)[:, 0]
-    keys, values = (
-        rounding.decode(t, query.dtype, rotated=True) for rounding, t in zip(rows.roundings, held, strict=True)
-    )
-    by_kv_head = of_keys.rotate(query).unflatten(1, (rows.heads, -1))
-    return of_values.rotate(attention._attend(by_kv_head, keys, values, bias)[0]).flatten(1, 2)
+    bias = None if bias is None else bias[:, 0, 0]
+    backend = backend_for(query, attention.config.mixer_backend)
+    scores = attention.scaling, attention.softcap
+    return backend.attend_to_rows(query[:, :, None], *held, rows.roundings, bias, *scores)[:, 0]
 
 
 def attend_causally(
@@ -497,22 +488,23 @@ def attend_causally(
         )
     own = (t[:, :, past:] for t in (keys, values))
     by_kv_head = query.unflatten(1, (-1, shared)).flatten(2, 3)
+    scores = attention.scaling, attention.softcap
     if attention.softcap is None and fuses_on_cpu(query):
         # not by SDPA, which returns no log-sum-exp, by which `merged` weighs the two parts
         own = (t.repeat_interleave(shared, dim=1) for t in own)
         near = FUSED_ON_CPU(query, *own, 0.0, True, scale=attention.scaling)
         near = tuple(t.unflatten(1, (-1, shared)).flatten(2, 3) for t in near)
     else:
-        near = attention._attend(by_kv_head, *own, causal_bias(query).repeat(shared, 1)[None, None])
+        near = attend(by_kv_head, *own, causal_bias(query).repeat(shared, 1)[None, None], *scores)
     if past:
-        near = merged(near, attention._attend(by_kv_head, keys[:, :, :past], values[:, :, :past], None))
+        near = merged(near, attend(by_kv_head, keys[:, :, :past], values[:, :, :past], None, *scores))
     return near[0].unflatten(2, (shared, length)).flatten(1, 2)
 
 
 def projected_of(attention: HybridAttention, salience: torch.Tensor, heads: torch.Tensor) -> Projected:
     """Inputs that `HybridSlots.forward` has put together."""
     heads = heads.transpose(1, 2)
-    (K, shared) = attention.kv_groups
+    K, shared = attention.heads().groups
     queries, key, value = heads.split([heads.shape[1] - 2 * K, K, K], dim=1)
     query, *sink_query = queries.split(K * shared, dim=1)
     rows = attention.rows_of(key, value)

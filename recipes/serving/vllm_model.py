@@ -15,8 +15,9 @@ from vllm.model_executor.models.utils import maybe_prefix
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from modeling_llamba.hybrid.hybrid_attention import HybridInputs
-from modeling_llamba.model.hybrid_model import LENGTH_DEPENDENT_ROTARY, HybridModel, finish_logits
+from modeling_llamba.hybrid.inputs import HybridInputs
+from modeling_llamba.model.causal_lm import finish_logits
+from modeling_llamba.model.hybrid_model import LENGTH_DEPENDENT_ROTARY, HybridModel
 from modeling_llamba.model.rotary import Rotary
 from modeling_llamba.modeling_llamba import LlambaModel
 from modeling_phimamba.modeling_phimamba import PhiMambaModel

@@ -13,7 +13,7 @@ from convert import convert
 from convert.dry_run import plan_conversion
 from convert.io.students import meta_shapes, model_class, tensor_shapes
 from convert.options import make_options
-from modeling_llamba.model.hybrid_config import ACTIVATIONS
+from modeling_llamba.model.config_values import ACTIVATIONS
 from tests.helpers.students import MIXERS, PATTERNS, student_config
 from tests.helpers.teachers import TEACHERS, WITHOUT_MIXERS
 

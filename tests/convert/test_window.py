@@ -25,8 +25,8 @@ from convert.tools.inspect import inspect_model
 from convert.train.mohawk.train import train_existing, with_sequence_length
 from modeling_llamba import LlambaConfig
 from modeling_llamba.hybrid.eviction import BlockShape
-from modeling_llamba.hybrid.hybrid_attention import theory_mass
-from modeling_llamba.hybrid.hybrid_cache import cache_nbytes
+from modeling_llamba.hybrid.readout import theory_mass
+from modeling_llamba.model.cache import cache_nbytes
 from tests.helpers.command import parser_of
 from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
 

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from convert import convert
 from convert.fit import fit
-from modeling_llamba.hybrid.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer
+from modeling_llamba.kernels.torch_backend import TorchBackend
 from recipes import sft
 from tests.doubles.device import StandIn
 from tests.helpers.students import make_student
@@ -68,7 +68,7 @@ def test_a_token_by_one_launch_a_layer(dtype, of_token, of_opening, monkeypatch)
     """With Triton's step, for which PyTorch's computes here without being counted: what is left, for two layers and
     the head, are products, norms, rotations, columns that are written, and sums."""
     model, ids = make_student(pattern="beside-only", dtype=dtype), random_ids(1, 60)
-    step, put, device = HybridAttention.step, HybridLayer.put, StandIn()
+    step, put, device = TorchBackend.step, HybridLayer.put, StandIn()
 
     def one_launch(*arguments):
         device.note_launch("mix_one")
@@ -82,7 +82,7 @@ def test_a_token_by_one_launch_a_layer(dtype, of_token, of_opening, monkeypatch)
         result, device.counts = put(*arguments), []
         return result
 
-    monkeypatch.setattr(HybridAttention, "step", one_launch)
+    monkeypatch.setattr(TorchBackend, "step", one_launch)
     with device:
         model, ids = model.cuda(), ids.cuda()
         cache = model(ids, use_cache=True).cache

@@ -22,7 +22,9 @@ from convert.resolve import resolve
 from convert.scores import layer_costs, retrieval
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
-from modeling_llamba import LlambaConfig, attention
+from modeling_llamba import LlambaConfig
+from modeling_llamba.kernels import torch_backend
+from modeling_llamba.model import attention
 from recipes import sft
 from recipes.benchmarks import device_memory as memory
 from tests.doubles.device import StandIn
@@ -239,7 +241,8 @@ def test_memory_of_training_on_paper(M, H, K, D, I, V, window, L, sequences, tmp
 @torch.no_grad()
 def test_memory_of_decoding_on_paper(M, H, K, D, bits, kept, sequences, at_once, tmp_path, monkeypatch):
     """Of a step after 2,048 tokens; where less is taken out at once, less memory is needed."""
-    monkeypatch.setattr(attention, "DECODED", at_once)
+    for module in (attention, torch_backend):
+        monkeypatch.setattr(module, "DECODED", at_once)
     monkeypatch.setattr(memory, "DECODED", at_once)
     teacher = sized(
         tmp_path / "teacher", hidden_size=M, num_attention_heads=H, num_key_value_heads=K, head_dim=D,

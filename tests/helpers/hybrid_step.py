@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from modeling_llamba import LlambaConfig
-from modeling_llamba.hybrid.hybrid_attention import HybridAttention, HybridInputs
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention
+from modeling_llamba.hybrid.inputs import HybridInputs
 from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.model.rotary import rotary_embedding
 

@@ -61,7 +61,7 @@ def tools() -> Path:
 
 def compiled(capability: int, shape: str) -> dict[str, int]:
     """Registers of a thread; bytes of its stack and of spilled registers; bytes shared by a block's warps."""
-    import modeling_llamba.kernels.hybrid_step_kernel as kernels
+    import modeling_llamba.kernels.triton.triton_step as kernels
 
     function = kernels.mix_one_kernel
     K, R, P, planes, dtype = SHAPES[shape]
@@ -83,7 +83,7 @@ def compiled(capability: int, shape: str) -> dict[str, int]:
 
 def compiled_write(capability: int, shape: str) -> dict[str, dict[str, int]]:
     """`compiled` for the two kernels that write a token."""
-    import modeling_llamba.kernels.hybrid_step_kernel as kernels
+    import modeling_llamba.kernels.triton.triton_step as kernels
 
     K, _, P, planes, dtype = SHAPES[shape]
     slow = planes // 2
@@ -106,8 +106,8 @@ def compiled_write(capability: int, shape: str) -> dict[str, dict[str, int]]:
 
 def compiled_kept(capability: int, shape: str) -> dict[str, int]:
     """`compiled` for attention of kept heads to rows."""
-    import modeling_llamba.kernels.row_attention_kernel as kernels
-    from modeling_llamba.kernels.hybrid_step_kernel import tile_of
+    import modeling_llamba.kernels.triton.triton_rows as kernels
+    from modeling_llamba.kernels.triton.triton_step import tile_of
 
     function = kernels.attend_kernel
     K, R, P, key_bits, value_bits = KEPT[shape]
@@ -129,7 +129,7 @@ def compiled_kept(capability: int, shape: str) -> dict[str, int]:
 
 def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
     """`compiled` for each kernel of a prompt."""
-    import modeling_llamba.kernels.hybrid_prompt_kernel as kernels
+    import modeling_llamba.kernels.triton.triton_prompt as kernels
 
     K, R, P, planes, dtype = PROMPTS[shape]
     slow = planes // 2
@@ -169,7 +169,7 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
 
 def compiled_rounding(capability: int, shape: str, decodes: bool) -> dict[str, int]:
     """`compiled` for rows of vectors, or for vectors of rows."""
-    import modeling_llamba.kernels.rounding_kernel as kernels
+    import modeling_llamba.kernels.triton.triton_rounding as kernels
 
     function = kernels.decode_kernel if decodes else kernels.encode_kernel
     P, bits = ROUNDED[shape]

@@ -126,34 +126,29 @@ def on_a_gpu(monkeypatch):
     """The choice of a backend, and of the kernel for one token, as it is made for tensors on CUDA."""
     if not INTERPRETED:
         return
-    import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
-    import modeling_llamba.hybrid.rounding as rounding
     import modeling_llamba.mixers.ssd as ssd
-    import modeling_llamba.model.attention as attention
+    from modeling_llamba.kernels.triton.triton_backend import make_backend
+    from tests.helpers.backends import use_backend
 
-    choose, can_run = ssd.choose_backend, hybrid_attention.can_run
+    choose = ssd.choose_backend
     monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
-    for module in (attention, hybrid_attention, rounding):
-        monkeypatch.setattr(module, "can_run", lambda on_cuda, dtype: can_run(True, dtype))
+    use_backend(monkeypatch, make_backend())
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """How often each kernel was asked for."""
-    import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
-    import modeling_llamba.hybrid.hybrid_cache as hybrid_cache
-    import modeling_llamba.hybrid.rounding as rounding
     import modeling_llamba.mixers.ssd as ssd
-    import modeling_llamba.model.attention as attention
+    from modeling_llamba.kernels.triton import triton_rounding, triton_rows, triton_step
 
     places = {
         "fla": (ssd, "chunk_simple_gla"),
         "mamba_ssm": (ssd, "mamba_chunk_scan_combined"),
-        "layer": (hybrid_attention, "mix_one"),
-        "write": (hybrid_cache, "write_one"),
-        "kept heads": (attention, "attend_to_rows"),
-        "encode": (rounding, "encode_rows"),
-        "decode": (rounding, "decode_rows"),
+        "layer": (triton_step, "mix_one"),
+        "write": (triton_step, "write_one"),
+        "kept heads": (triton_rows, "attend_to_rows"),
+        "encode": (triton_rounding, "encode_rows"),
+        "decode": (triton_rounding, "decode_rows"),
     }
     counts = dict.fromkeys(places, 0)
     for key, (module, name) in places.items():

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_attention
 
-import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
 import modeling_llamba.kernels.flex as flex
-import modeling_llamba.kernels.hybrid_prompt_kernel as kernels
-import modeling_llamba.mixers.ssd as ssd
+import modeling_llamba.kernels.triton.triton_backend as triton_backend
+import modeling_llamba.kernels.triton.triton_prompt as kernels
 from modeling_llamba.hybrid.block_layout import Layout
 from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims
-from modeling_llamba.hybrid.hybrid_cache import new_cache
 from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+from modeling_llamba.model.cache import new_cache
 from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, in_parts, relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED
 from tests.kernels.layers import make_layer, naive
@@ -59,7 +59,7 @@ def flex_in_the_interpreter(monkeypatch):
 def mixed(monkeypatch):
     """How often the kernels mixed a segment."""
     calls, mix_blocks = [], kernels.mix_blocks
-    monkeypatch.setattr(hybrid_attention, "mix_blocks", lambda *inputs: calls.append(1) or mix_blocks(*inputs))
+    monkeypatch.setattr(kernels, "mix_blocks", lambda *inputs: calls.append(1) or mix_blocks(*inputs))
     return calls
 
 
@@ -70,12 +70,12 @@ def test_a_prompt_in_parts(record_property, monkeypatch, mixed, case):
     options, dtype, parts = CASES[case]
     if case not in WHOLE:
         monkeypatch.setattr(kernels, "CHUNK", 16)
-        monkeypatch.setattr(hybrid_attention, "KERNEL_SEGMENT", 64)
+        monkeypatch.setattr(triton_backend, "SEGMENT", 64)
     layer = make_layer(dtype, **options)
     hidden_states = torch.randn(2, LENGTH, HIDDEN).to(DEVICE, dtype)
     outputs, held = {}, {}
     for backend in ("torch", "auto"):
-        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        monkeypatch.setenv(BACKEND_VARIABLE, backend)
         cache = new_cache(layer.config)
         outputs[backend] = torch.cat([*in_parts(layer, hidden_states, parts, cache)], dim=1)
         held[backend] = cache.layers[0].held

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from modeling_llamba.hybrid.rounding import Rounding
-from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
-from modeling_llamba.model.hybrid_config import CACHE_BITS
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+from modeling_llamba.model.config_values import CACHE_BITS
 from tests.helpers.hybrid_step import relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED
 

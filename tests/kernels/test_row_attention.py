@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-import modeling_llamba.kernels.row_attention_kernel as kernel
+import modeling_llamba.kernels.triton.triton_rows as kernel
 from modeling_llamba.hybrid.rounding import Rounding
 from tests.helpers.hybrid_step import attention_to_rows, relative_error, rows_in_room
 from tests.kernels.conftest import DEVICE

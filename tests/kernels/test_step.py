@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import modeling_llamba.hybrid.naive as equations
 import modeling_llamba.mixers.ssd as ssd
 from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens, SlowDims, advance
-from modeling_llamba.hybrid.hybrid_attention import HybridInputs
-from modeling_llamba.hybrid.hybrid_cache import HybridLayer, new_cache
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer
+from modeling_llamba.hybrid.inputs import HybridInputs
 from modeling_llamba.hybrid.rounding import Rounding
-from modeling_llamba.kernels.hybrid_prompt_kernel import LARGEST
+from modeling_llamba.kernels.triton.triton_prompt import LARGEST
+from modeling_llamba.model.cache import new_cache
 from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, relative_error, rotary_of
 from tests.kernels.ahead_of_time import CAPABILITIES, KEPT, PROMPTS, ROUNDED, SHAPES, tools
 from tests.kernels.conftest import DEVICE, INTERPRETED

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import modeling_llamba.hybrid.hybrid_cache as hybrid_cache
+import modeling_llamba.model.recording as recording
 from modeling_llamba.compatibility import cache_of
 from tests.helpers.students import make_student
 from tests.helpers.teachers import TINY, random_ids
@@ -108,7 +108,7 @@ def test_the_returned_cache_goes_on(name):
 @pytest.mark.parametrize("name", ["hybrid", "discrete_mamba2"])
 @torch.no_grad()
 def test_more_drafts_than_are_kept_are_refused(name, monkeypatch):
-    monkeypatch.setattr(hybrid_cache, "CROPPABLE", 4)
+    monkeypatch.setattr(recording, "CROPPABLE", 4)
     model, ids = MODELS[name](), random_ids(1, 6).repeat(1, 5)
     with pytest.raises(ValueError, match="draft fewer tokens at a time"):
         generated(model, ids, prompt_lookup_num_tokens=12)

@@ -8,7 +8,7 @@ import torch
 from transformers import StaticCache
 
 from modeling_llamba.hybrid.cache_checkpoint import CacheCheckpoint
-from modeling_llamba.hybrid.hybrid_cache import cache_length
+from modeling_llamba.model.cache import cache_length
 from tests.helpers.reading import read
 from tests.helpers.students import MIXERS, make_student
 from tests.helpers.teachers import make_teacher, random_ids

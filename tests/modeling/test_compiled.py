@@ -9,9 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import StaticCache
 
-import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
 import modeling_llamba.kernels.flex as flex
 from modeling_llamba.mixers.selective_scan import selective_scan
+from tests.helpers.backends import use_backend
 from tests.helpers.scans import selective_inputs
 from tests.helpers.students import MIXERS, make_student, trained_parameters
 from tests.helpers.teachers import random_ids
@@ -141,6 +141,11 @@ def test_decoding_steps(options, cached, graphs):
 # flex_attention, which is compiled on CUDA; what is compiled here is traced as there, and run by PyTorch
 
 
+def use_flex(monkeypatch):
+    use_backend(monkeypatch, flex.FlexBackend())
+    monkeypatch.setattr(flex.FlexBackend, "can_flex", lambda *inputs: True)
+
+
 @torch.no_grad()
 def test_flex_attention_is_not_compiled_for_every_length(monkeypatch):
     model = make_student(pattern="beside-only", dtype=torch.float32, **ONE_LAYER)
@@ -151,7 +156,7 @@ def test_flex_attention_is_not_compiled_for_every_length(monkeypatch):
         ids = random_ids(batch, length)
         expected = model(ids).logits
         with monkeypatch.context() as on_cuda:
-            on_cuda.setattr(hybrid_attention, "can_flex", lambda *inputs: True)
+            use_flex(on_cuda)
             out = model(ids[:, :140], use_cache=True)
             found = torch.cat([out.logits, model(ids[:, 140:], cache=out.cache).logits], dim=1)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -163,7 +168,7 @@ def test_flex_attention_stays_compiled_in_a_process_of_many_kinds(monkeypatch):
     """Of more kinds than PyTorch compiles by itself: types, layers, with a cap and without."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    monkeypatch.setattr(hybrid_attention, "can_flex", lambda *inputs: True)
+    use_flex(monkeypatch)
     flex.compiled_flex_attention.cache_clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=2):
         for dtype, cap in itertools.product((torch.float32, torch.bfloat16), (None, 9.0)):

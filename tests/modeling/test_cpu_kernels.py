@@ -12,13 +12,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims, open_blocks
-from modeling_llamba.hybrid.hybrid_attention import HybridInputs
-from modeling_llamba.hybrid.hybrid_cache import new_cache
+from modeling_llamba.hybrid.inputs import HybridInputs
 from modeling_llamba.hybrid.naive import naive_hybrid_attention
 from modeling_llamba.hybrid.rounding import Rounding, hadamard
-from modeling_llamba.kernels import cpu_kernels
-from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
-from modeling_llamba.model.hybrid_config import CACHE_BITS
+from modeling_llamba.kernels import backend
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+from modeling_llamba.kernels.c import c_functions, c_library
+from modeling_llamba.model.cache import new_cache
+from modeling_llamba.model.config_values import CACHE_BITS
 from tests.helpers.hybrid_step import (
     HIDDEN,
     PARTIAL,
@@ -135,7 +136,7 @@ def check_attention_to_rows(bits, case, dtype):
         bias[0, :70] = -torch.inf
         bias[1, 100:110] = torch.finfo(torch.float32).min
     scale = 2 * dim**-0.5
-    output = cpu_kernels.attend_on_cpu(query, *rows, bias, scale, softcap or 0.0, *bits)
+    output = c_functions.attend_to_rows(query, *rows, bias, scale, softcap or 0.0, *bits)
     expected = attention_to_rows(query, rows, bits, bias, scale, softcap)
     assert output.dtype == dtype
     assert output.shape == expected.shape
@@ -150,8 +151,8 @@ def test_fewer_registers_do_the_same(capability, bits, monkeypatch):
     if strongest not in ("AVX512", "AVX2"):
         pytest.skip(f"{strongest} has one kind of register")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
-    made = cpu_kernels.library.__wrapped__()
-    monkeypatch.setattr(cpu_kernels, "library", lambda more="": made)
+    made = c_library.library.__wrapped__()
+    monkeypatch.setattr(c_functions, "library", lambda: made)
     for dim in (64, 80, 128):
         for rounding in Rounding.of_pair(list(bits), dim):
             check_rows(rounding.bits, dim, torch.float32)
@@ -163,7 +164,7 @@ def test_nothing_comes_of_hidden_columns_alone():
     query, keys = torch.randn(2, 2, 1, 16), torch.randn(2, 1, 20, 16)
     bias = torch.zeros(2, 20)
     bias[1] = -torch.inf
-    output = cpu_kernels.attend_on_cpu(query, keys, keys, bias, 0.25, 0.0, 16, 16)
+    output = c_functions.attend_to_rows(query, keys, keys, bias, 0.25, 0.0, 16, 16)
     assert output[0].any()
     assert not output[1].any()
 
@@ -177,7 +178,7 @@ def test_what_is_no_number_is_not_hidden(worst, where, hides):
     tensors[where][:, :, -1, 3] = worst
     bias = torch.zeros(1, 90)
     bias[:, :5] = -torch.inf
-    output = cpu_kernels.attend_on_cpu(*tensors.values(), bias if hides else None, 0.25, 0.0, 16, 16)
+    output = c_functions.attend_to_rows(*tensors.values(), bias if hides else None, 0.25, 0.0, 16, 16)
     expected = torch.nn.functional.scaled_dot_product_attention(
         *tensors.values(), bias[:, None, None] if hides else None, scale=0.25, enable_gqa=True
     )
@@ -188,7 +189,7 @@ def test_what_is_no_number_is_not_hidden(worst, where, hides):
 @torch.no_grad()
 def test_scores_that_overflow_are_not_hidden():
     query, keys = torch.full((1, 1, 1, 16), 1e38), torch.full((1, 1, 3, 16), 9.0)
-    output = cpu_kernels.attend_on_cpu(query, keys, keys, None, 1.0, 0.0, 16, 16)
+    output = c_functions.attend_to_rows(query, keys, keys, None, 1.0, 0.0, 16, 16)
     assert output.isnan().all()
 
 
@@ -203,8 +204,8 @@ def test_a_layer_token_by_token(case, lengths_known, threads, monkeypatch):
     index = torch.arange(LENGTH).expand(2, -1)
     hidden_states = torch.randn(2, LENGTH, HIDDEN)
     called = []
-    mix_one = cpu_kernels.library().mix_one
-    monkeypatch.setattr(cpu_kernels.library(), "mix_one", lambda *inputs: called.append(1) or mix_one(*inputs))
+    mix_one = c_library.library().mix_one
+    monkeypatch.setattr(c_library.library(), "mix_one", lambda *inputs: called.append(1) or mix_one(*inputs))
     found = token_by_token(layer, hidden_states, index, reach, lengths_known)
     assert len(called) == LENGTH
     monkeypatch.setenv(BACKEND_VARIABLE, "torch")
@@ -240,8 +241,7 @@ def test_blocks_are_opened_in_place(bits, sizes, threads):
     next_index = torch.tensor(opens)
     held = Held(*rows, salience, state, next_index)
     expected = open_blocks(held.copied(), shape, next_index)
-    assert cpu_kernels.can_open_on_cpu(held, "auto")
-    assert cpu_kernels.open_on_cpu(*held[:4], next_index, shape) == (2 if block > 1 else 3)
+    assert c_functions.open_rows(*held[:4], next_index, shape) == (2 if block > 1 else 3)
     assert torch.equal(held.salience, expected.salience)
     torch.testing.assert_close(held.state, expected.state)
     there = held.salience > -torch.inf
@@ -284,18 +284,18 @@ def test_fake_tensors_have_no_numbers():
 
 def test_a_home_that_is_not_to_be_written_to(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(cpu_kernels, "HF_MODULES_CACHE", tmp_path / "file")
-    assert cpu_kernels.library.__wrapped__() is not None
+    monkeypatch.setattr(c_library, "HF_MODULES_CACHE", tmp_path / "file")
+    assert c_library.library.__wrapped__() is not None
 
 
 def test_a_library_that_is_broken_is_made_once_more(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path)
-    assert cpu_kernels.library.__wrapped__() is not None
+    monkeypatch.setattr(c_library, "LIBRARY_FOLDER", tmp_path)
+    assert c_library.library.__wrapped__() is not None
     (kept,) = tmp_path.rglob("*.so")
     whole = kept.read_bytes()
     kept.unlink()  # not written to, as it is loaded
     kept.write_bytes(b"broken")
-    assert cpu_kernels.library.__wrapped__() is not None
+    assert c_library.library.__wrapped__() is not None
     assert kept.read_bytes()[:4] == whole[:4]
     assert len([*kept.parent.iterdir()]) == 1
 
@@ -303,20 +303,20 @@ def test_a_library_that_is_broken_is_made_once_more(monkeypatch, tmp_path):
 def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
     """The library is made in a temporary folder then, and the home keeps nothing."""
     (tmp_path / "home").write_text("no folder")
-    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path / "home" / "libraries")
-    assert cpu_kernels.library.__wrapped__() is not None
+    monkeypatch.setattr(c_library, "LIBRARY_FOLDER", tmp_path / "home" / "libraries")
+    assert c_library.library.__wrapped__() is not None
 
 
 def test_it_is_built_where_it_is_kept(monkeypatch, tmp_path):
     """A temporary folder that nothing may be run in is not needed."""
-    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path)
-    monkeypatch.setattr(cpu_kernels.tempfile, "tempdir", "/nowhere")
-    assert cpu_kernels.library.__wrapped__() is not None
+    monkeypatch.setattr(c_library, "LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr(c_library.tempfile, "tempdir", "/nowhere")
+    assert c_library.library.__wrapped__() is not None
 
 
 def test_a_kept_folder_that_nothing_may_be_run_from(monkeypatch, tmp_path):
     """A temporary folder serves, and the process is not slower."""
-    load = cpu_kernels.ctypes.CDLL
+    load = c_library.ctypes.CDLL
 
     def refuse_in_kept(path):
         if path.startswith(str(tmp_path)):
@@ -324,10 +324,10 @@ def test_a_kept_folder_that_nothing_may_be_run_from(monkeypatch, tmp_path):
         return load(path)
 
     said = []
-    monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
-    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path / "libraries")
-    monkeypatch.setattr(cpu_kernels.ctypes, "CDLL", refuse_in_kept)
-    assert cpu_kernels.library.__wrapped__() is not None
+    monkeypatch.setattr(c_library.logger, "warning", said.append)
+    monkeypatch.setattr(c_library, "LIBRARY_FOLDER", tmp_path / "libraries")
+    monkeypatch.setattr(c_library.ctypes, "CDLL", refuse_in_kept)
+    assert c_library.library.__wrapped__() is not None
     assert not said
 
 
@@ -336,24 +336,24 @@ def test_the_true_cause_is_named(monkeypatch, tmp_path):
         raise OSError(f"{path}: failed to map segment from shared object")
 
     said = []
-    monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
-    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path / "libraries")
-    monkeypatch.setattr(cpu_kernels.ctypes, "CDLL", refuse)
-    assert cpu_kernels.library.__wrapped__() is None
+    monkeypatch.setattr(c_library.logger, "warning", said.append)
+    monkeypatch.setattr(c_library, "LIBRARY_FOLDER", tmp_path / "libraries")
+    monkeypatch.setattr(c_library.ctypes, "CDLL", refuse)
+    assert c_library.library.__wrapped__() is None
     assert len(said) == 1
     assert f"{tmp_path / 'libraries'} may be run, by its mount option noexec; set HF_HOME" in said[0]
     assert "install gcc" not in said[0]
 
 
 def test_a_variable_keeps_a_hybrid_from_compiling(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr(c_library, "LIBRARY_FOLDER", tmp_path)
     monkeypatch.setenv("HYBRID_COMPILE_C", "0")
-    assert cpu_kernels.library.__wrapped__() is None
+    assert c_library.library.__wrapped__() is None
     assert not [*tmp_path.iterdir()]
 
 
 def test_two_processes_compile_at_once(tmp_path):
-    code = "from modeling_llamba.kernels.cpu_kernels import library; assert library() is not None"
+    code = "from modeling_llamba.kernels.c.c_library import library; assert library() is not None"
     options = dict(env=os.environ | {"HF_MODULES_CACHE": str(tmp_path)}, cwd=Path(__file__).parents[2])
     both = [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
@@ -368,8 +368,8 @@ def test_without_a_compiler_pytorch_does_the_same(compiler, monkeypatch, tmp_pat
     hidden_states = torch.randn(2, LENGTH, HIDDEN)
     expected = token_by_token(layer, hidden_states, index, None, True)
     said = []
-    monkeypatch.setattr(cpu_kernels.logger, "warning", said.append)
-    monkeypatch.setattr(cpu_kernels, "LIBRARY_FOLDER", tmp_path / "libraries")
+    monkeypatch.setattr(c_library.logger, "warning", said.append)
+    monkeypatch.setattr(c_library, "LIBRARY_FOLDER", tmp_path / "libraries")
     for name in ("cc", "gcc", "clang", "false"):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
@@ -377,11 +377,12 @@ def test_without_a_compiler_pytorch_does_the_same(compiler, monkeypatch, tmp_pat
             program.symlink_to(shutil.which("false"))
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    cpu_kernels.library.cache_clear()
+    c_library.library.cache_clear()
+    monkeypatch.delitem(backend.FOUND, "cpu")
     try:
         found = token_by_token(layer, hidden_states, index, None, True)
     finally:
-        cpu_kernels.library.cache_clear()
+        c_library.library.cache_clear()
     assert relative_error(found, expected) < 1e-5
     assert len(said) == 1
     assert "slower" in said[0]

@@ -5,15 +5,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modeling_llamba.hybrid import block_layout, hybrid_attention
 from modeling_llamba.hybrid.block_layout import Layout
 from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims
-from modeling_llamba.hybrid.hybrid_attention import HybridInputs
-from modeling_llamba.hybrid.hybrid_cache import new_cache
+from modeling_llamba.hybrid.inputs import HybridInputs
 from modeling_llamba.hybrid.naive import naive_hybrid_attention
 from modeling_llamba.hybrid.rounding import Rounding
-from modeling_llamba.kernels import cpu_kernels, cpu_prompt_kernels
-from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
+from modeling_llamba.kernels import torch_backend
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+from modeling_llamba.kernels.c import c_functions
+from modeling_llamba.kernels.c.c_backend import CBackend
+from modeling_llamba.kernels.torch_backend import TorchBackend
+from modeling_llamba.model.cache import new_cache
 from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, in_parts, make_layer, relative_error, rotary_of
 
 LENGTH = 150
@@ -46,9 +48,9 @@ LAYERS = {  # options of the layer, the farthest a sink may be, where a prompt o
 @pytest.fixture
 def mixed(monkeypatch):
     """How often C mixed a segment."""
-    calls, mix_blocks = [], cpu_prompt_kernels.mix_blocks_on_cpu
+    calls, mix_blocks = [], c_functions.mix_blocks
     counted = lambda *inputs: calls.append(1) or mix_blocks(*inputs)  # noqa: E731
-    monkeypatch.setattr(hybrid_attention, "mix_blocks_on_cpu", counted)
+    monkeypatch.setattr(c_functions, "mix_blocks", counted)
     return calls
 
 
@@ -70,7 +72,7 @@ def by_both(monkeypatch, mixed, run):
 def test_a_prompt_in_parts(case, threads, monkeypatch, mixed):
     """Outputs, and what is held at the end, to the state and the order of the places."""
     options, reach, parts = LAYERS[case]
-    monkeypatch.setattr(hybrid_attention, "SEGMENT", 64)
+    monkeypatch.setattr(torch_backend, "SEGMENT", 64)
     layer = make_layer(**options)
     hidden_states = torch.randn(2, LENGTH, HIDDEN)
 
@@ -124,10 +126,10 @@ def test_padding_on_the_left_and_rows_of_other_lengths(options, monkeypatch, mix
     assert relative_error(output[real], by_torch[real]) < 1e-5
 
 
-def layouts(length: int, start: int, sizes: tuple[int, ...], backend: str) -> tuple[Held | None, Layout]:
+def layouts(length: int, start: int, sizes: tuple[int, ...]) -> tuple[Held | None, Layout]:
     """A layout of new tokens that begin their sequences, or of tokens that go on."""
     block, whole_blocks, sinks, salient = sizes
-    whole = Rounding(16, 16, backend)
+    whole = Rounding(16, 16)
     shape = BlockShape(block, whole_blocks, sinks, sinks + salient, SlowDims(8, 4), whole, whole)
     key = torch.zeros(2, 1, length, 16)
     if start == 0:
@@ -143,7 +145,7 @@ def layouts(length: int, start: int, sizes: tuple[int, ...], backend: str) -> tu
 
 @pytest.mark.parametrize("start", [0, 5, 200])
 @pytest.mark.parametrize("sizes", [(16, 2, 4, 16), (4, 7, 2, 3), (3, 1, 0, 5), (1, 5, 0, 0), (8, 3, 3, 61)])
-def test_the_fate_of_columns(sizes, start, monkeypatch):
+def test_the_fate_of_columns(sizes, start):
     """Exactly as by sorting, with ties, and tokens that never hold a place; and the mask."""
     length = 300
     new = torch.randn(2, length).mul_(4).round_().div_(4)  # ties
@@ -151,14 +153,11 @@ def test_the_fate_of_columns(sizes, start, monkeypatch):
     if start == 0:
         new[:, : sizes[2]] = torch.inf
     found = []
-    called = []
-    choose = block_layout.choose_columns
-    monkeypatch.setattr(block_layout, "choose_columns", lambda *inputs: called.append(1) or choose(*inputs))
-    for backend in ("auto", "torch"):
-        held, layout = layouts(length, start, sizes, backend)
-        holders, until = layout.select(layout.salience(None if held is None else held.salience, new))
-        found.append((holders, until, layout.bias(holders, until, torch.float32, 3)))
-    assert len(called) == 1
+    for backend in (CBackend(), TorchBackend()):
+        held, layout = layouts(length, start, sizes)
+        salience = layout.salience(None if held is None else held.salience, new)
+        holders, until = backend.choose_columns(layout, salience)
+        found.append((holders, until, backend.hide_columns(layout, holders, until, torch.float32, 3)))
     for by_c, by_torch in zip(*found, strict=True):
         assert torch.equal(by_c, by_torch)
 
@@ -236,16 +235,3 @@ def test_pytorchs_default_type_changes_nothing():
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, expected)
-
-
-@torch.no_grad()
-def test_without_functions_for_prompts_pytorch_computes_them(monkeypatch):
-    """Where those for tokens were compiled before, and the compiler is gone."""
-    layer = make_layer()
-    hidden_states = torch.randn(2, LENGTH, HIDDEN)
-    [expected] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
-    library = cpu_kernels.library
-    monkeypatch.setattr(cpu_kernels, "library", lambda more="": None if more else library())
-    monkeypatch.setattr(cpu_prompt_kernels, "library", None)
-    [found] = in_parts(layer, hidden_states, [LENGTH], new_cache(layer.config))
-    assert relative_error(found, expected) < 1e-5

@@ -109,7 +109,7 @@ def test_generation_equals_that_of_a_concatenating_cache(monkeypatch, pattern):
     def concatenate(layer, keys, values):
         return layer.update(keys, values)
 
-    for module in ("attention", "hybrid_attention"):
+    for module in ("model.attention", "hybrid.hybrid_attention"):
         monkeypatch.setattr(f"modeling_llamba.{module}.append_keys", concatenate)
     assert torch.equal(grown, model.generate(ids, **options))
     assert torch.equal(beams, model.generate(ids, num_beams=3, **options))

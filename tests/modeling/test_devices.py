@@ -8,10 +8,10 @@ from torch.nn.attention.flex_attention import AuxOutput
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
 import modeling_llamba.kernels.flex as flex
 import modeling_llamba.model.hybrid_model as hybrid_model
 from modeling_llamba.hybrid.block_layout import GROUP
+from tests.helpers.backends import use_backend
 from tests.helpers.students import FAMILIES, student_config
 
 aten = torch.ops.aten
@@ -128,7 +128,9 @@ def test_no_mask_of_all_pairs(monkeypatch, by_flex):
         assert blocks.shape[-2:] == (query.shape[2], key.shape[2])
         return query, AuxOutput(lse=query[..., 0], max_scores=None)
 
-    monkeypatch.setattr(hybrid_attention, "can_flex", lambda *inputs: by_flex)
+    if by_flex:
+        use_backend(monkeypatch, flex.FlexBackend())
+        monkeypatch.setattr(flex.FlexBackend, "can_flex", lambda *inputs: True)
     monkeypatch.setattr(flex, "compiled_flex_attention", lambda: attend)
     model = on_meta("llamba", "discrete_mamba2", "beside-only")
     sizes = []

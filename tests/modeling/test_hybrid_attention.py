@@ -9,11 +9,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 
-import modeling_llamba.hybrid.hybrid_attention as hybrid_attention
+import modeling_llamba.hybrid.readout as readout
 import modeling_llamba.kernels.flex as flex
+import modeling_llamba.kernels.torch_backend as torch_backend
 from modeling_llamba import LlambaForCausalLM
 from modeling_llamba.hybrid.eviction import State, outer_products, salient_before
-from modeling_llamba.hybrid.hybrid_attention import HybridAttention, HybridInputs
+from modeling_llamba.hybrid.hybrid_attention import HybridAttention
+from modeling_llamba.hybrid.inputs import HybridInputs
 from modeling_llamba.hybrid.naive import naive_hybrid_attention
 from modeling_llamba.model.attention import SoftmaxAttention
 from modeling_llamba.model.rotary import rotary_embedding
@@ -117,7 +119,7 @@ def computed(way, layer, given, monkeypatch, gradients=False):
     """The layer's output in one of WAYS."""
     hidden, rotary, inputs = given
     if "segments" in way:
-        monkeypatch.setattr(hybrid_attention, "SEGMENT", 27)
+        monkeypatch.setattr(torch_backend, "SEGMENT", 27)
     if "gathered" in way:
         inputs = inputs._replace(start=None)
     if way == "packed":
@@ -242,7 +244,7 @@ def test_dropout_is_for_training():
 def read(layer, query, state):
     """The log mass and mean v + C q' of a state, from what queries get of it that see nothing else."""
     nothing = torch.zeros_like(query)
-    output, features = layer.read(query, nothing, nothing[..., 0], layer.readout(state))
+    output, features = readout.read(query, nothing, nothing[..., 0], readout.readout(layer.heads(), state))
     gate = features.unflatten(-1, (3, -1))[..., 1, :1] / state.value_mean[..., None, None, :1]
     return gate[..., 0].logit(), output / gate
 
@@ -271,7 +273,7 @@ def test_the_mass_is_linear_in_its_features():
     query, sums = (torch.randn(*shape, *more, dtype=torch.float64) for more in ((2, 2, 8), (9, 7)))
     sums[..., -1, 0] = torch.arange(1, 13).view(shape)
     state = State.of(sums)
-    features = layer.mass_features(query, state)
+    features = readout.mass_features(layer.heads(), query, state)
     assert features.shape[-1] == layer.mass.shape[1] == 2 + (1 + 4) + (2 + 4)
     expected = (features * layer.mass.view(2, 1, 2, 1, -1)).sum(-1)
     torch.testing.assert_close(read(layer, query, state)[0], expected, rtol=0, atol=1e-10)

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-import modeling_llamba.hybrid.hybrid_cache as hybrid_cache
+import modeling_llamba.model.recording as recording
 from convert.layout.cache import cache_bytes
 from modeling_llamba.compatibility import cache_of
-from modeling_llamba.hybrid.hybrid_cache import HybridLayer, cache_length, cache_nbytes, fit_cache, new_cache
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer
+from modeling_llamba.model.cache import cache_length, cache_nbytes, fit_cache, new_cache
 from tests.helpers.students import MIXERS, make_student, student_config, trained_parameters
 from tests.helpers.teachers import random_ids
 from tests.helpers.versions import KNOWS_WHAT_CAN_BE_CROPPED, recorded_windows
@@ -280,7 +282,7 @@ def recording_student(name):
 @torch.no_grad()
 def test_any_number_of_tokens_is_taken_back(name, unrecorded, monkeypatch):
     """After a prompt far longer than what is kept, and after steps; and again, after other tokens."""
-    monkeypatch.setattr(hybrid_cache, "CROPPABLE", 9)
+    monkeypatch.setattr(recording, "CROPPABLE", 9)
     model, _ = recording_student(name)
     ids, wrong = random_ids(2, LENGTH), random_ids(2, LENGTH, seed=1)
     whole = model(ids, use_cache=False).logits
@@ -337,7 +339,7 @@ def test_everything_is_taken_back(name):
 @torch.no_grad()
 def test_as_many_tokens_as_promised_are_taken_back(name):
     model, cache = recording_student(name)
-    promised = hybrid_cache.CROPPABLE
+    promised = recording.CROPPABLE
     ids = random_ids(1, 3 * promised)
     in_parts(model, ids.split([2 * promised, promised], dim=1), cache)
     cache.crop(-promised)
@@ -381,7 +383,7 @@ def test_tokens_that_were_not_recorded_are_not_taken_back(name):
 def test_a_cache_made_before_recording_records_when_it_is_fitted():
     """transformers makes the cache, asks it to record, and only then hands it to the model."""
     model, ids = make_student(pattern="beside"), random_ids(1, 20)
-    plain = hybrid_cache.DynamicCache(config=model.config)
+    plain = DynamicCache(config=model.config)
     plain.activate_past_recording()
     fit_cache(plain, model.config)
     model(torch.cat([ids[:, :10], random_ids(1, 5, seed=1)], dim=1), cache=plain)
@@ -402,5 +404,5 @@ def test_caches_of_other_models_are_refused():
     with pytest.raises(ValueError, match="keys of another model"):
         model(random_ids(1, 1), cache=begun)
     ids = random_ids(1, 9)
-    for fresh in (hybrid_cache.DynamicCache(config=model.config), new_cache(model.config)):
+    for fresh in (DynamicCache(config=model.config), new_cache(model.config)):
         torch.testing.assert_close(model(ids, cache=fresh).logits, model(ids).logits)

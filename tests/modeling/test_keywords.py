@@ -9,7 +9,7 @@ from transformers.cache_utils import StaticIndexedLayer
 from transformers.utils import TransformersKwargs
 
 from modeling_llamba.compatibility import CACHE_NAME
-from modeling_llamba.hybrid.hybrid_cache import StaticRows
+from modeling_llamba.model.cache import StaticRows
 from modeling_llamba.model.hybrid_model import FOLLOWED, WITHOUT_EFFECT
 from tests.helpers.students import FAMILIES, make_student
 from tests.helpers.teachers import random_ids

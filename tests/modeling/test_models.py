@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from modeling_llamba.compatibility import cache_of
-from modeling_llamba.hybrid.hybrid_cache import RecurrentCache
+from modeling_llamba.model.cache import RecurrentCache
 from tests.helpers.padding import left_padded
 from tests.helpers.students import FAMILIES, MIXERS, PATTERNS, make_student
 from tests.helpers.teachers import random_ids

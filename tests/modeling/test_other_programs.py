@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from modeling_llamba.hybrid.hybrid_cache import MixerLayer, cache_length
+from modeling_llamba.model.cache import MixerLayer, cache_length
 from tests.helpers.padding import left_padded
 from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids

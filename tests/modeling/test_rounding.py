@@ -7,7 +7,7 @@ from transformers import StaticCache
 from modeling_llamba.hybrid.naive import _rounded
 from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.model import attention
-from modeling_llamba.model.hybrid_config import CACHE_BITS
+from modeling_llamba.model.config_values import CACHE_BITS
 from modeling_llamba.model.rotary import rotate_keys, rotate_queries
 from tests.helpers.students import make_student, trained_parameters
 from tests.helpers.teachers import random_ids

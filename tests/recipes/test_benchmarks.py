@@ -10,7 +10,7 @@ import recipes.benchmarks.hybrid as bench_hybrid
 import recipes.benchmarks.memory as bench_memory
 import recipes.benchmarks.run as bench
 from modeling_llamba.compatibility import CACHE_NAME
-from modeling_llamba.hybrid.hybrid_cache import cache_nbytes
+from modeling_llamba.model.cache import cache_nbytes
 from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache, step_timings
 from recipes.benchmarks.measure import Report, Table, in_own_process, interleaved, peak_bytes
 from recipes.evaluation.speed import fill_cache

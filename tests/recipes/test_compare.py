@@ -15,7 +15,8 @@ from convert.layout.cache import cache_bytes
 from convert.options import documented
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from recipes import compare as comparison
-from recipes.cli import COMPARE, CompareOptions, main
+from recipes.cli import COMPARE, main
+from recipes.compare_options import CompareOptions
 from recipes.demo import won_and_lost
 from recipes.evaluation.eviction import (
     REPEAT,

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from modeling_llamba.hybrid.eviction import Held, NewTokens
-from modeling_llamba.hybrid.hybrid_attention import HybridInputs, Projected
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer
+from modeling_llamba.hybrid.inputs import HybridInputs, Projected
 from modeling_llamba.hybrid.rounding import Rounding
-from modeling_llamba.kernels.cpu_kernels import can_run_on_cpu
-from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
-from recipes.serving.cpu_pages import SOURCE, HeadStep, SlotStep
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+from recipes.serving.cpu_pages import HeadStep, SlotStep, runs_in_c
 from tests.helpers.hybrid_step import attention_to_rows, make_layer, relative_error
 
 SLOTS = {  # options of the layer, True for queries to far sinks
@@ -82,7 +81,7 @@ def test_a_token_in_slots(case, size, dtype, threads, monkeypatch):
     options, far = SLOTS[case]
     layer = make_layer(dtype, **options)
     shape = layer.shape
-    (K, R), P, B = layer.kv_groups, layer.head_dim, 3
+    (K, R), P, B = layer.heads().groups, layer.head_dim, 3
     number = torch.tensor([0, shape.window - 1, shape.window + 3 * shape.block])
     queries = [torch.randn(B, K * R, 1, P).to(dtype) for _ in range(1 + far)]
     key, value = torch.randn(2, B, K, 1, P).to(dtype)
@@ -119,7 +118,7 @@ def test_a_token_in_slots(case, size, dtype, threads, monkeypatch):
     monkeypatch.setenv(BACKEND_VARIABLE, "torch")
     cache = WrittenLayer(shape, Held(*tensors.values(), number + 1), column)
     projected = Projected(queries[0], queries[1] if far else None, key, value, salience, *rows)
-    for own, theirs in zip(found, layer.step(projected, HybridInputs(number[:, None]), cache), strict=True):
+    for own, theirs in zip(found, layer.attend(projected, HybridInputs(number[:, None]), cache), strict=True):
         assert relative_error(own.flatten(1), theirs.flatten(1)) < LIMITS[dtype]
 
 
@@ -169,4 +168,4 @@ def test_a_token_of_kept_heads(bits, P, shared, block, dtype, threads):
 
 
 def test_c_runs_here():
-    assert can_run_on_cpu(torch.device("cpu"), torch.float32, "auto", SOURCE)
+    assert runs_in_c(torch.zeros(1), torch.float32, "auto")

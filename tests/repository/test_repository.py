@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from convert.checkpoint.code import NEEDED
 from modeling_llamba import LlambaConfig
-from modeling_llamba.ship_code import code_files, ship_code
+from modeling_llamba.ship_code import code_files
 from modeling_phimamba import PhiMambaConfig
 from tests.helpers.students import make_student
 
@@ -51,6 +51,10 @@ def test_shared_files_have_one_owner():
 
     assert files("modeling_phimamba") == {"configuration_phimamba.py", "modeling_phimamba.py"}
     of_package = {"registration.py", "naive.py"}  # the last is what tests compare with
+    # faster operations are in the installed package alone
+    for folder in ("c", "triton"):
+        of_package |= {path.name for path in (ROOT / "modeling_llamba" / "kernels" / folder).glob("*.py")}
+    of_package.add("operators.py")
     of_llamba = {"mlp.py", "experts.py", "experts_beside_mlp.py", "experts_clamped.py"}
     shared = files("modeling_llamba") - {*of_package, *of_llamba, "configuration_llamba.py", "modeling_llamba.py"}
     for package, config_class in MODELING.items():
@@ -59,7 +63,8 @@ def test_shared_files_have_one_owner():
 
 def test_a_plain_hybrid_loads_no_other_familys_files(tmp_path):
     """Of transformers, so that nothing that is renamed there can break it."""
-    make_student(pattern="beside").save_pretrained(tmp_path)
+    make_student(pattern="beside-only").save_pretrained(tmp_path)
+    assert not {"mixers.py", "ssd.py", "recurrent.py", "experts.py"} & {path.name for path in tmp_path.iterdir()}
     others = ("gemma4", "gpt_oss", "qwen3_moe", "qwen3_next", "lfm2", "olmo_hybrid", "granitemoehybrid")
     code = f"""
 import sys
@@ -158,7 +163,8 @@ def test_folders_of_convert_have_an_order():
 
 @pytest.mark.parametrize("package", MODELING)
 def test_shipped_code_is_flat_and_self_contained(package, tmp_path):
-    ship_code(MODELING[package], tmp_path)
+    for name, content in code_files(MODELING[package]).items():
+        (tmp_path / name).write_text(content)
     shipped = {path.name for path in tmp_path.iterdir()}
     for path in tmp_path.iterdir():
         relative = set()
@@ -178,6 +184,29 @@ def test_shipped_code_is_flat_and_self_contained(package, tmp_path):
     for part in ("configuration", "modeling"):  # from either, transformers finds every file
         start = tmp_path / f"{part}_{package.removeprefix('modeling_')}.py"
         assert {start.name} | {Path(p).name for p in get_relative_import_files(start)} == shipped
+
+
+@pytest.mark.parametrize("package", ["modeling_llamba", "recipes"])
+def test_no_file_leads_back_to_itself(package):
+    """By imports at the top of files, from one to the next; those inside functions come later."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / package).rglob("*.py")}
+
+    def imported(name):
+        found = set()
+        for node in ast.parse(files[name].read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                above = name.split(".")[: -node.level] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        return found & files.keys()
+
+    leads_to = {name: imported(name) for name in files}
+    assert any(leads_to.values())
+    left = dict(leads_to)
+    while last := [name for name, others in left.items() if not others & left.keys()]:
+        for name in last:
+            del left[name]
+    assert not left, f"a circle among {sorted(left)}"
 
 
 def module_path(module):

@@ -70,7 +70,7 @@ def test_tokens_and_log_probabilities_are_transformers(name, engine, models, pro
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_tokens_in_c_and_by_pytorch(backend, engine, models, prompts, monkeypatch):
     """The former where nothing else is asked for, the latter where C does not run."""
-    from modeling_llamba.mixers.ssd import BACKEND_VARIABLE
+    from modeling_llamba.kernels.backend import BACKEND_VARIABLE
     from recipes.serving.cpu_pages import HeadStep, SlotStep
 
     called = []

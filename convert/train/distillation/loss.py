@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from modeling_llamba.model.hybrid_model import finish_logits
+from modeling_llamba.model.causal_lm import finish_logits
 
 from ...fit.divergence import kl_of_log_probs
 

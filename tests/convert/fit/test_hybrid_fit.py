@@ -7,6 +7,7 @@ import torch
 
 from convert.fit.fit import FitCache, fit_mixers
 from convert.fit.hybrid_fit import (
+    attend_near,
     attention_received,
     cut_map,
     fit_hybrid_layer,
@@ -20,8 +21,8 @@ from convert.fit.layer_data import Pieces, held_out_error
 from convert.fit.probes import copy_probe, with_recall
 from convert.layout.placement import CacheBits, Hybrid, everywhere
 from convert.options import FitOptions
-from modeling_llamba.hybrid.block_layout import Layout
-from modeling_llamba.hybrid.hybrid_attention import theory_mass, unpadded
+from modeling_llamba.hybrid.inputs import unpadded
+from modeling_llamba.hybrid.readout import theory_mass
 from tests.helpers.hybrid_fit import BLOCK, RANK, SALIENT, SINKS, WINDOW, layer_and_data
 from tests.helpers.tiny import config_of, rows, teacher_model
 
@@ -41,8 +42,7 @@ def changed(layer, before):
 def projected_and_near(layer, u, rotary):
     """Queries, keys and values of the heads with a window, what is near, and its layout."""
     projected = layer.select_windowed(layer.project(u, rotary, unpadded(u)))
-    layout = Layout.behind_window(layer.shape, projected.key)
-    return projected, layer.attend_blocks(projected, None, layout), layout
+    return projected, *attend_near(layer, projected)
 
 
 def dense_scores(layer, projected):

@@ -32,8 +32,8 @@ from convert.teachers.weights import TeacherWeights
 from convert.train.mohawk.layerwise import run_key
 from modeling_llamba import LlambaConfig
 from modeling_llamba.compatibility import cache_of
-from modeling_llamba.hybrid.hybrid_cache import cache_nbytes
-from modeling_llamba.model.hybrid_config import RECURRENT
+from modeling_llamba.model.cache import cache_nbytes
+from modeling_llamba.model.config_values import RECURRENT
 from tests.helpers.students import make_student
 from tests.helpers.teachers import TEACHERS, random_ids
 from tests.helpers.tiny import config_of

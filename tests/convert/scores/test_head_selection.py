@@ -16,7 +16,7 @@ from convert.options import make_options
 from convert.scores.budget import Budget
 from convert.scores.layer_costs import LOOKING_UP, head_gains
 from convert.scores.retrieval import FOLLOWING, NEEDLE, ROWS, ranked_heads, retrieval_scores
-from modeling_llamba.hybrid.hybrid_cache import cache_nbytes
+from modeling_llamba.model.cache import cache_nbytes
 from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
 from tests.helpers.tiny import teacher_model
 

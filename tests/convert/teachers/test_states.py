@@ -22,8 +22,8 @@ from convert.plan import describe
 from convert.teachers.teacher import read_config
 from convert.tools.inspect import inspect_model
 from modeling_llamba.compatibility import cache_of
-from modeling_llamba.hybrid.hybrid_cache import cache_nbytes
-from modeling_llamba.model.hybrid_config import RECURRENT
+from modeling_llamba.model.cache import cache_nbytes
+from modeling_llamba.model.config_values import RECURRENT
 from tests.helpers.padding import left_padded
 from tests.helpers.teachers import STATEFUL, TEACHERS, WITH_MIXERS, make_teacher, random_ids
 

@@ -59,7 +59,8 @@ def test_weights_stay_and_code_is_todays(folders, tmp_path):
         assert {k: v for k, v in after.items() if not k.endswith(".py") and k not in changed} == {
             k: v for k, v in before.items() if k not in code | changed
         }
-        assert {n for n in after if n.endswith(".py")} == set(code_files(config_class))
+        config = config_class.from_pretrained(folder)
+        assert {n for n in after if n.endswith(".py")} == set(code_files(config_class, config))
         again = json.loads((folder / "config.json").read_text())
         assert again["conversion"].pop("updated_with")["convert-to-hybrid"]
         assert again.pop("key_offsets") is False  # a field that this version did not have

@@ -1,20 +1,7 @@
-"""A prompt of a hybrid layer on a CPU in C: all but its matrix products and its fused attention.
+/* The blocks of a prompt of a hybrid layer. */
 
-PyTorch's operations (block_layout.py, eviction.py, hybrid_attention.py) do the same by some hundred calls a layer,
-most of which copy tensors. The functions here follow hybrid_prompt_kernel.py: a state is the sum over the columns that
-were lost, each at its block. All is in float32.
+#include "layer.h"
 
-Shapes: B batch, L length, H' heads with a window, K key/value heads, R heads per key/value head, P head dim, N state,
-E block, n whole blocks, S places, T columns, M mixed blocks, J groups of blocks.
-"""
-
-import ctypes
-
-import torch
-
-from .cpu_kernels import Layer, int64s, library, pointer
-
-SOURCE = r"""
 /* Which columns hold a place while each mixed block is open, and `until`, the first block to which a column is no
    longer visible.
 
@@ -23,7 +10,7 @@ void choose_columns(const float *salience, const uint8_t *present, int64_t *hold
                     int B, int T, int before, int blocks, int leaving, int mixed, int threads)
 {
     int S = layer.S, E = layer.E, window = (layer.T - S) / E;
-    #pragma omp parallel for num_threads(threads) if (threads > 1)
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int b = 0; b < B; b++) {
         const float *rank = salience + (int64_t)b * T;
         int64_t *gone = until + (int64_t)b * T, *out = holders + (int64_t)b * mixed * S;
@@ -50,7 +37,7 @@ void hide_columns(const int64_t *holders, const int64_t *until, float *bias, flo
                   int before, int first, int mixed, int group, int threads)
 {
     int S = layer.S, E = layer.E, whole = (layer.T - S) / E - 1, width = S + (whole + group) * E;
-    #pragma omp parallel for num_threads(threads) if (threads > 1)
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int n = 0; n < B * (mixed / group); n++) {
         int b = n / (mixed / group), opens = first + n % (mixed / group) * group;
         const int64_t *gone = until + (int64_t)b * T, *in_window = gone + S + (int64_t)(before + opens - whole) * E;
@@ -86,7 +73,7 @@ void mix_blocks(const float *query, const int64_t *query_strides, const float *n
     int K = layer.K, R = layer.R, P = layer.P, N = layer.N, E = layer.E, planes = layer.planes;
     int slow_planes = layer.slow_planes, masses = 2 + N - slow_planes + P - planes;
     int width = (P + LANES - 1) / LANES * LANES, row = K * R * P;
-    #pragma omp parallel for num_threads(threads) if (threads > 1)
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int n = 0; n < B * K; n++) {
         int b = n / K, k = n % K, begins[mixed + 1], lost[T];
         const float *key = keys + b * strides[0] + k * strides[1], *value = values + b * strides[3] + k * strides[4];
@@ -197,106 +184,3 @@ void mix_blocks(const float *query, const int64_t *query_strides, const float *n
         }
     }
 }
-"""
-
-
-def choose_columns(
-    salience: torch.Tensor, present: torch.Tensor, places: int, block: int, window: int, before: int, blocks: int,
-    leaving: int, mixed: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The columns that hold a place (B, M, S) and `until` (B, T), as `Layout.select` returns them.
-
-    Args:
-        salience: (B, T) in float32. present: (B, T), which columns hold a token.
-        places, window: columns of the salient cache and of the window. before: blocks of context before the first
-            slot. blocks, mixed: number of all blocks and of those that are mixed. leaving: blocks that leave.
-    """
-    batch, columns = salience.shape
-    holders = salience.new_empty(batch, mixed, places, dtype=torch.int64)
-    until = salience.new_empty(batch, columns, dtype=torch.int64)
-    layer = Layer(T=places + window, S=places, E=block)
-    salience, present = salience.contiguous(), present.contiguous()
-    library(SOURCE).choose_columns(
-        *map(pointer, (salience, present, holders, until)), layer, *salience.shape, before, blocks, leaving, mixed,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return holders, until
-
-
-def hide_columns(
-    holders: torch.Tensor, until: torch.Tensor, least: float, shared: int, block: int, window: int, before: int,
-    first: int, group: int,
-) -> torch.Tensor:  # fmt: skip
-    """Bias (B, J, E R M/J, S + n E + E M/J) of `Layout.bias`, repeated for the R heads of each key/value head.
-
-    Args:
-        least: number where nothing is attended to. first: the first block that is mixed. group: blocks of a group.
-            The others are those of `choose_columns`.
-    """
-    batch, mixed, places = holders.shape
-    width = places + window + (group - 1) * block
-    bias = until.new_empty(batch, mixed // group, group * shared * block, width, dtype=torch.float32)
-    layer = Layer(R=shared, T=places + window, S=places, E=block)
-    holders, until = holders.contiguous(), until.contiguous()
-    library(SOURCE).hide_columns(
-        *map(pointer, (holders, until, bias)), ctypes.c_float(least), layer, batch, until.shape[1], before, first,
-        mixed, group, torch.get_num_threads(),
-    )  # fmt: skip
-    return bias
-
-
-def mix_blocks_on_cpu(
-    query: torch.Tensor,
-    near: torch.Tensor,
-    log_mass: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    until: torch.Tensor,
-    state: torch.Tensor | None,
-    begin: torch.Tensor | None,
-    mass: torch.Tensor,
-    scale: float,
-    planes: int,
-    slow_planes: int,
-    first: int,
-    offset: int,
-    tokens: int,
-    last: int,
-    with_features: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Mix what the state returns into the outputs of softmax attention to window and salient tokens.
-
-    Args:
-        query, near: (B, J, K, M/J, R, E, P). log_mass: (B, J, K, M/J, R, E), Z. keys, values: (B, K, T, P), all
-            columns. until: (B, T). state: (B, K, P + 1, N + 1) before the first block, or None for zero. begin:
-            outputs of tokens before those that are mixed, which are put before theirs.
-        mass, scale, planes, slow_planes: as in `mix_one` of hybrid_step_kernel.py. first: number of the first block
-            that is mixed. offset: the slot of the first token. tokens: their number. last: block, of those that are
-            mixed, of the last token.
-
-    Returns:
-        Outputs (B, L, H', P), features (B, tokens, 3 H' P) if they are asked for, and the state while the
-        block of the last token is open.
-    """
-    dtype = near.dtype
-    query, near, log_mass, keys, values, mass = (t.float() for t in (query, near, log_mass, keys, values, mass))
-    query, near, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, near, keys, values))
-    mass, until = mass.contiguous(), until.contiguous()
-    state = None if state is None else state.float().contiguous()
-    batch, groups, K, group, R, E, P = query.shape
-    before = 0 if begin is None else begin.shape[1]
-    output = query.new_empty(batch, before + tokens, K * R, P)
-    if begin is not None:
-        output[:, :before] = begin
-    N = P - 2 * (planes - slow_planes)
-    features = query.new_empty(batch, tokens, 3 * K * R * P) if with_features else None
-    final = query.new_empty(batch, K, P + 1, N + 1)
-    layer = Layer(K=K, R=R, P=P, N=N, E=E, planes=planes, slow_planes=slow_planes, scale=scale)
-    library(SOURCE).mix_blocks(
-        pointer(query), int64s(*query.stride()[:6]), pointer(near), int64s(*near.stride()[:6]),
-        pointer(log_mass), int64s(*log_mass.stride()), pointer(keys), pointer(values),
-        int64s(*keys.stride()[:3], *values.stride()[:3]), *map(pointer, (until, state, mass)),
-        pointer(output[:, before:]), ctypes.c_int64(output.stride(0)), pointer(features), pointer(final), layer,
-        batch, until.shape[1], first, groups * group, group, offset, tokens, last, torch.get_num_threads(),
-    )  # fmt: skip
-    return output.to(dtype), None if features is None else features.to(dtype), final

@@ -1,0 +1,41 @@
+"""Kernels as operators of PyTorch, for what traces or compiles a model and cannot look into them."""
+
+import functools
+import re
+from collections.abc import Callable
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from transformers.utils import is_torchdynamo_compiling
+
+
+def is_traced() -> bool:
+    """Return True while PyTorch notes operations to repeat them, of which it would miss what is no operator.
+
+    A mode that only watches them, such as a counter of operations, does not count.
+    """
+    return is_torchdynamo_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
+
+
+def as_operator(launch: Callable, changes: tuple[str, ...] = ()) -> Callable:
+    """Make what launches kernels an operator of its own while a model is compiled or traced, which cannot look into
+    it, and for tensors without memory.
+
+    Otherwise it is called as it is: an operator takes as much of the host's time as a launch. Operators are named
+    after the file, of which every checkpoint brings its own.
+
+    Args:
+        changes: names of the arguments that are written to.
+    """
+    name = re.sub(r"\W", "_", launch.__module__, flags=re.ASCII)
+    operator = torch.library.custom_op(f"{name}::{launch.__name__}", launch, mutates_args=changes)
+
+    @functools.wraps(launch)
+    def run(*inputs, **options):
+        # subclasses, such as fake tensors, have no numbers in memory
+        if is_traced() or type(inputs[0]) is not torch.Tensor:
+            return operator(*inputs, **options)
+        return launch(*inputs, **options)
+
+    run.register_fake = operator.register_fake
+    return run

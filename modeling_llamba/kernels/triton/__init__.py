@@ -1,0 +1,1 @@
+"""Triton kernels for a GPU, and the backend that launches them."""

@@ -1,0 +1,132 @@
+"""The backend of Triton kernels, for a GPU."""
+
+import torch
+from transformers.utils import is_torchdynamo_compiling
+
+from ...hybrid.block_layout import Blocks
+from ...hybrid.eviction import BlockShape, Held, NewTokens, decoded
+from ...hybrid.inputs import HybridInputs, Projected, WindowedHeads
+from ...hybrid.rounding import WHOLE, Rounding
+from ...hybrid.step import is_early
+from ..flex import FlexBackend, attend_by_flex
+from ..torch_backend import Mixed
+from . import triton_prompt, triton_rounding, triton_rows, triton_step
+
+SEGMENT = 32768
+"""Tokens of a prompt whose states lie in memory at once: kernels hold one for each 256 tokens alone."""
+
+
+def make_backend() -> "TritonBackend":
+    """The backend."""
+    return TritonBackend()
+
+
+class TritonBackend(FlexBackend):
+    """Operations by Triton kernels, in float32; those that pass gradients or are traced are PyTorch's."""
+
+    def computes(self, dtype: torch.dtype) -> bool:
+        """False for float64, which kernels would not compute in."""
+        return dtype != torch.float64
+
+    def encode(self, vectors: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+        """See `TorchBackend.encode`."""
+        return triton_rounding.encode_rows(vectors.detach(), rounding.bits, rounding.groups)
+
+    def decode(self, rows: torch.Tensor, rounding: Rounding, dtype: torch.dtype, rotated: bool) -> torch.Tensor:
+        """See `TorchBackend.decode`."""
+        return triton_rounding.decode_rows(rows, rounding.bits, rounding.dim, rounding.groups, dtype, rotated)
+
+    def attend_to_rows(
+        self, query: torch.Tensor, keys, values, roundings: tuple[Rounding, Rounding], bias, scaling, softcap
+    ) -> torch.Tensor:
+        """See `TorchBackend.attend_to_rows`; in 16 bits too, where PyTorch's cuDNN plans anew for every length."""
+        bits = (rounding.bits for rounding in roundings)
+        return triton_rows.attend_to_rows(query, keys, values, bias, scaling, softcap or 0.0, *bits)
+
+    def write_one(self, held: Held, tokens: NewTokens, shape: BlockShape) -> bool:
+        """See `TorchBackend.write_one`."""
+        if not _takes_steps(shape) or not triton_prompt.fits(shape, shape.key_rounding.dim, least=1):
+            return False
+        assert all(t.is_contiguous() for t in held), "the kernels write to tensors without gaps"
+        triton_step.write_one(*held, *tokens, shape.block, shape.places, *shape.slow, shape.key_rounding.dim)
+        return True
+
+    def step(
+        self, heads: WindowedHeads, projected: Projected, inputs: HybridInputs, layer
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `TorchBackend.step`."""
+        query = projected.query
+        shape = heads.shape
+        if query.shape[2] > 1 or not heads.are_plain or not _takes_steps(shape):
+            return super().step(heads, projected, inputs, layer)
+        layer.put(projected.tokens(inputs.index), inputs.start)
+        output, features = triton_step.mix_one(
+            *layer.held, query, projected.sink_query, heads.offset, heads.mass, heads.scaling, heads.softcap or 0.0,
+            shape.block, shape.sinks, shape.places, *shape.slow,
+        )  # fmt: skip
+        return output, None if is_early(heads, inputs) else features
+
+    def segment_length(self, heads: WindowedHeads, projected: Projected, inputs: HybridInputs) -> int:
+        """See `TorchBackend.segment_length`."""
+        if self._mixes(heads, projected, inputs):
+            return SEGMENT
+        return super().segment_length(heads, projected, inputs)
+
+    def _mixes(self, heads: WindowedHeads, projected: Projected, inputs: HybridInputs) -> bool:
+        """True where kernels do what surrounds flex_attention: without a gradient, rows alike."""
+        if torch.is_grad_enabled() or is_torchdynamo_compiling() or inputs.start is None or inputs.seq_idx is not None:
+            return False
+        if not heads.are_plain or projected.sink_query is not None:
+            return False
+        return triton_prompt.fits(heads.shape, projected.query.shape[-1])
+
+    def mix_blocks(
+        self,
+        heads: WindowedHeads,
+        projected: Projected,
+        inputs: HybridInputs,
+        held: Held | None,
+        begin: torch.Tensor | None,
+        tokens: NewTokens | None,
+    ) -> Mixed:
+        """See `TorchBackend.mix_blocks`."""
+        if not self._mixes(heads, projected, inputs):
+            return super().mix_blocks(heads, projected, inputs, held, begin, tokens)
+        with triton_step.on_device_of(projected.query):
+            return _mix_blocks(heads, projected, inputs, held, begin, tokens)
+
+
+def _takes_steps(shape: BlockShape) -> bool:
+    """True for a layer whose keys and values the kernels of a step read."""
+    return shape.slow is not None and {shape.key_rounding.bits, shape.value_rounding.bits} <= {8, WHOLE}
+
+
+def _mix_blocks(heads, projected: Projected, inputs: HybridInputs, held: Held | None, begin, tokens) -> Mixed:
+    shape = heads.shape
+    batch, count, length, P = projected.query.shape
+    past_keys = past_values = past_salience = state = None
+    if begin is not None:
+        blocks = Blocks.behind_window(shape, length)
+    else:
+        blocks = Blocks.continued(shape, length, inputs.start)
+        past_keys, past_values = decoded(shape, *held[:2], projected.key.dtype)
+        past_salience = held.salience
+        state = held.state
+    keys, values = blocks.in_columns(past_keys, projected.key), blocks.in_columns(past_values, projected.value)
+    salience = blocks.salience(past_salience, projected.salience)
+    lost = triton_prompt.lose_columns(salience, blocks)
+    query = triton_prompt.in_tiles(projected.query, blocks)
+    slots = query.shape[2]
+    numbers = triton_prompt.numbered_slots(slots, blocks.first, shape.block, blocks.first_column, query.device)
+    tiles = triton_prompt.visible_tiles(lost.until, slots, blocks)
+    near = attend_by_flex(query, keys, values, *numbers, lost.until, None, heads.scaling, heads.softcap, tiles)
+    output = projected.value.new_empty(batch, length, count, P)
+    if begin is not None:
+        output[:, : begin.shape[1]] = begin
+    features, state = triton_prompt.mix_blocks(
+        projected.query, *near, keys, values, lost, state, heads.mass, heads.scaling, blocks, output, heads.has_map
+    )
+    if tokens is None:
+        return output, features, None
+    places = triton_prompt.last_places(salience, lost, blocks)
+    return output, features, triton_prompt.hold(held, tokens, salience, places, state, blocks)

@@ -1,0 +1,53 @@
+"""Options of `compare`, apart from what runs it, whose imports take seconds."""
+
+from dataclasses import dataclass
+
+from convert.options import Context, PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Measure hybrids beside their teacher and beside other ways to shrink its key/value cache.
+
+    These are rounding to few bits, a window (the first and the latest tokens), and eviction (of tokens that matter
+    least). After an interruption, run the same command again.
+    """
+
+    teacher: str | None = None
+    """Folder, GGUF file or Hub id of the model that hybrids were made from."""
+    hybrids: tuple[str, ...] = ()
+    """Folders or Hub ids of hybrids; a window and an eviction of the same bytes are measured beside each."""
+    output: str = "runs/compare"
+    """Folder for compare.json, compare.md and compare.png."""
+    text: tuple[str, ...] = ("shipped", "python-docs", "python-code")
+    """Texts to judge on, with commas between them: shipped, python-docs, python-code, files, or data sets of the Hub
+    as NAME:CONFIG:SPLIT (allenai/c4:en:validation, say)."""
+    quick: bool = False
+    """Read one row of 2,048 tokens of each text and skip the longest context of speed: minutes on a laptop."""
+    length: Context = 4096
+    """Number of tokens of a row, the piece of text that models read at once."""
+    rows: PositiveInt = 2
+    """Number of rows of each text."""
+    first: Context = 512
+    """First position that is judged. Eviction is judged after contexts of as many tokens, of twice as many, and so
+    on."""
+    needle_rows: PositiveInt = 4
+    """Number of texts in which needles, random tokens that are asked for at the end, are hidden at several distances;
+    with 26 the standard error is 4 percentage points."""
+    speed: tuple[PositiveInt, ...] = (512, 4096, 16384)
+    """Numbers of tokens at which speed is measured, with commas between them."""
+    ruler: tuple[PositiveInt, ...] = ()
+    """Numbers of tokens, with commas between them, at which the tasks of RULER, a test of long contexts, are run (not
+    for eviction); hours on a CPU."""
+    ruler_rows: PositiveInt = 8
+    """Number of rows of each of RULER's tasks."""
+    dtype: str = "float32"
+    """Type of the weights in memory: auto, float32, bfloat16 or float16."""
+    device: str = "cpu"
+    """Device to run on: cpu or cuda."""
+    trust_remote_code: bool = False
+    """Run the code that a repository brings along."""
+
+    def __post_init__(self):
+        if self.length < 2 * self.first:
+            raise ValueError(f"--length must be at least twice --first, {2 * self.first} tokens.")
