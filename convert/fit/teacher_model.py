@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from modeling_llamba.hybrid.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid.inputs import unpadded
 from modeling_llamba.model.attention import probabilities
-from modeling_llamba.model.hybrid_model import make_mixer
+from modeling_llamba.model.mixer import make_mixer
 from modeling_llamba.model.rotary import Rotary, local_rotary_embedding, rotary_embedding, rotate_keys, rotate_queries
 
 from ..io.reader import Checkpoint

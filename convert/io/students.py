@@ -13,7 +13,7 @@ import modeling_llamba
 import modeling_phimamba
 from modeling_llamba.model.attention import SoftmaxAttention
 from modeling_llamba.model.config_values import RECURRENT
-from modeling_llamba.model.hybrid_model import make_mixer
+from modeling_llamba.model.mixer import make_mixer
 
 STUDENTS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
 OWN_FIELDS = {"mixer", "format_version"}

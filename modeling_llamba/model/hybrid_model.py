@@ -27,11 +27,11 @@ from ..compatibility import (
     one_cache,
     warn_if_newer,
 )
-from ..hybrid.hybrid_attention import HybridAttention
 from ..hybrid.inputs import HybridInputs
 from .attention import SoftmaxAttention
 from .cache import cache_length, fit_cache, new_cache, note_length
 from .config_values import RECURRENT
+from .mixer import make_mixer
 from .norms import RMSNorm
 from .rotary import Rotary, local_rotary_embedding, query_scale, rotary_embedding
 from .sequences import drop_full_mask, is_padding_mask, packed_sequence_ids, positions_in_sequence, token_index
@@ -49,15 +49,6 @@ WITHOUT_EFFECT = ("cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in
 
 FIXED = ("salience", "key_offset", "layer_scalar")
 """Names of parameters through which no gradient passes."""
-
-
-def make_mixer(config, layer_idx: int) -> nn.Module:
-    """Make the mixer of a layer: a hybrid layer where `layer_types` says so, else the configuration's matrix mixer."""
-    if config.layer_types[layer_idx] == "hybrid":
-        return HybridAttention(config, layer_idx)
-    from ..mixers.mixers import MIXERS
-
-    return MIXERS[config.mixer](config, layer_idx)
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):

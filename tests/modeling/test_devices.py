@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modeling_llamba.kernels.flex as flex
-import modeling_llamba.model.hybrid_model as hybrid_model
+import modeling_llamba.model.sequences as sequences
 from modeling_llamba.hybrid.block_layout import GROUP
 from tests.helpers.backends import use_backend
 from tests.helpers.students import FAMILIES, student_config
@@ -67,7 +67,7 @@ def on_meta(family, mixer, pattern, **overrides):
 
 @pytest.fixture(autouse=True)
 def asks_as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(hybrid_model, "_may_ask", lambda t: True)
+    monkeypatch.setattr(sequences, "may_ask", lambda t: True)
 
 
 @pytest.mark.parametrize(
