@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 from modeling_llamba.model.config_values import RECURRENT
 
+from .hybrids.shapes import layer_letters, tensor_shapes
 from .io.reader import BLOCK_BYTES, TensorInfo
 from .io.rules import Fill, Kind, Rule, Source, rule_of
-from .io.students import layer_letters, tensor_shapes
 from .io.writer import human_bytes
 from .layout.cache import break_even, cache_bytes, contexts, rounded_teacher_bytes
 from .layout.config import hybrid_config

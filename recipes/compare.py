@@ -22,8 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from convert.checkpoint.load import load_config, load_model, prompt_tokenizer
 from convert.checkpoint.tokenizer import differing_text
 from convert.fit.probes import plain_tokens
+from convert.hybrids.shapes import HYBRIDS, tensor_shapes
 from convert.io.folder import write_beside
-from convert.io.students import STUDENTS, tensor_shapes
 from convert.io.writer import human_bytes
 from convert.layout.cache import cache_bytes, contexts
 from convert.memory import keep_free_memory, return_free_memory
@@ -262,7 +262,7 @@ def short_name(name: str, among: Sequence[str]) -> str:
 def hybrid_config(options: CompareOptions, name: str) -> PreTrainedConfig:
     """The configuration of a hybrid, with which its cache is counted."""
     config = load_config(name, trust_remote_code=options.trust_remote_code)
-    if config.model_type not in STUDENTS:
+    if config.model_type not in HYBRIDS:
         raise ValueError(
             f"{name} is a {config.model_type} model, not a hybrid; make one: convert-to-hybrid {name} OUT."
         )

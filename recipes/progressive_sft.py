@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from convert import convert
+from convert.hybrids.shapes import model_class
 from convert.io.folder import MARKER, TRAINING_WORK, OutputFolder, make_work, remove_made, remove_work
-from convert.io.students import model_class
 from convert.layout.placement import Placement
 
 from . import sft

@@ -5,7 +5,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..io.students import layer_letters, legend_of_letters
+from ..hybrids.shapes import layer_letters, legend_of_letters
 from ..io.writer import human_bytes
 from ..layout.placement import window_in_words
 from ..plan import Plan, break_even_in_words
@@ -125,7 +125,7 @@ def renewed(text: str, rows: dict[str, str], note: str | None = None) -> str:
 
 def _kind_tags(summary: dict[str, Any]) -> list[str]:
     if summary["state"]:
-        return ["normalised-read"]
+        return ["hybrid-attention"]
     if not summary["mixer_layers"]:
         return []
     if summary["mixer"] is None:

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from ..io.students import model_class
+from ..hybrids.shapes import model_class
 from ..io.version import project_version
 
 NEEDED = "transformers>=5.16.1,<6"

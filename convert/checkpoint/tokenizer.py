@@ -14,8 +14,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from modeling_llamba.ship_code import code_files
 
 from ..errors import during
+from ..hybrids.shapes import HYBRIDS
 from ..io.reader import Checkpoint, GgufCheckpoint, read_json
-from ..io.students import STUDENTS
 from ..teachers.teacher import LICENCE_FILES, TOKENIZER_FILES, Teacher, first_line, load_tokenizer
 
 PROBES = (
@@ -202,7 +202,7 @@ def _tokenizer_code(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
         raise ValueError(
             f"The tokenizer of {teacher.name} is code of its own; say --trust-remote-code to take it along."
         )
-    ours = code_files(STUDENTS[teacher.family.student])
+    ours = code_files(HYBRIDS[teacher.family.hybrid])
     files = {path.name: path.read_bytes() for path in teacher.folder.glob("*.py")}
     if clash := files.keys() & set(ours):
         raise ValueError(f"The teacher's {min(clash)} would collide with a file of the hybrid's own code.")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ..hybrids.shapes import tensor_shapes
 from ..io.rules import Rule
-from ..io.students import tensor_shapes
 from ..io.version import project_version
 from ..io.writer import Progress
 from ..layout.config import hybrid_config
@@ -25,7 +25,7 @@ from ..resolve import Resolved
 from ..teachers.teacher import public_name
 from ..teachers.weights import TeacherWeights
 from .activations import ActivationStream
-from .fit import FitCache, Fits, fit_for_first, fit_mixers
+from .fit import FitCache, Fits, fit_for_first, fit_layers
 from .hybrid_fit import cut_map, ranks_within
 from .key_offset import SEQUENCES, offset_on
 from .probes import plain_tokens, with_recall
@@ -141,7 +141,7 @@ class Aligner:
         held_out = self.resolved.alignment.held_out_sequences
         memory = self.resolved.alignment.activation_memory
         self._caches.append(self.cache(settings))
-        return fit_mixers(
+        return fit_layers(
             self.model, layers, self.ids, held_out, settings, self._caches[-1], parse_size(memory),
             self.resolved.seed, self.progress, self.work, self.team,
         )  # fmt: skip

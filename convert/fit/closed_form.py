@@ -15,7 +15,7 @@ import math
 import torch
 from torch import nn
 
-from ..io.mapping import set_decay
+from ..hybrids.mapping import set_decay
 from ..options import FitOptions
 from .layer_data import TINY, LayerData, LayerFit, Unread, held_out_error
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from modeling_llamba.model.config_values import RECURRENT
 
-from ..io.students import tensor_shapes
+from ..hybrids.shapes import tensor_shapes
 from ..options import parse_size
 from ..plan import Cost, Plan
 from .hybrid_fit import GRAM_BLOCKS, RIDGES, SALIENCE_SEQUENCES

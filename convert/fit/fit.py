@@ -105,7 +105,7 @@ def fill(mixer: nn.Module, state: dict[str, torch.Tensor]) -> None:
     mixer.requires_grad_(False)
 
 
-def fit_mixers(
+def fit_layers(
     teacher: TeacherModel,
     layers: list[int],
     ids: torch.Tensor,

@@ -275,7 +275,7 @@ def _projected(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> tuple
 def attend_near(layer: HybridAttention, projected: Projected) -> tuple[Near, Layout]:
     """Softmax attention of the blocks behind the window, their states, and their layout."""
     layout = Layout.behind_window(layer.shape, projected.key)
-    backend = backend_for(projected.query, layer.config.mixer_backend)
+    backend = backend_for(projected.query, layer.config.backend)
     blocks = attend_blocks(backend, layer.heads(), projected, None, layout)
     state = states_of(blocks, None, layout)[0]
     return Near(blocks.query, blocks.output, blocks.log_mass, blocks.until, state), layout

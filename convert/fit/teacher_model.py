@@ -21,9 +21,9 @@ from modeling_llamba.model.attention import probabilities
 from modeling_llamba.model.mixer import make_mixer
 from modeling_llamba.model.rotary import Rotary, local_rotary_embedding, rotary_embedding, rotate_keys, rotate_queries
 
+from ..hybrids.shapes import model_class
 from ..io.reader import Checkpoint
 from ..io.rules import Rule, rule_of
-from ..io.students import model_class
 from ..options import MixerOptions, PlacementOptions
 from ..teachers.weights import TeacherWeights
 

@@ -177,7 +177,7 @@ class Format:
     name: str
     sign: str
     """Sign by which the format is recognised, in words."""
-    student: Callable[[ForeignCheckpoint], Literal["llamba", "phimamba"]]
+    hybrid: Callable[[ForeignCheckpoint], Literal["llamba", "phimamba"]]
     """Class of hybrid that holds it."""
     recognises: Callable[[ForeignCheckpoint], bool]
     fields: Callable[[ForeignCheckpoint], dict[str, Any]]

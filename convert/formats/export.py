@@ -18,9 +18,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from modeling_llamba.model.config_values import RECURRENT, SOFT_CAPS
 
+from ..hybrids.shapes import HYBRIDS, OWN_FIELDS, meta_shapes
 from ..io.reader import open_weights, read_json
 from ..io.rules import Fill, Part, Parts
-from ..io.students import OWN_FIELDS, STUDENTS, meta_shapes
 from ..io.writer import Progress, output_dtype
 from ..layout.cache import num_states
 from ..options import ExportOptions, ExportTarget
@@ -344,12 +344,12 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     folder, commit = find_checkpoint(options)
     raw = read_json(folder / "config.json") or {}
     kind = str(raw.pop("model_type", None))
-    if kind not in STUDENTS or not OWN_FIELDS & raw.keys():
+    if kind not in HYBRIDS or not OWN_FIELDS & raw.keys():
         raise ValueError(
             f"{options.model} is no hybrid of this project (model_type {kind!r}); convert or import one first."
         )
     with config_errors(f"{folder / 'config.json'} is not a valid {kind} configuration"):
-        source = STUDENTS[kind].from_dict(raw)
+        source = HYBRIDS[kind].from_dict(raw)
     check_holdable(source, options.to)
     config = native_config(source, options.to, options.expand)
     architecture = config.architectures[0]

@@ -117,7 +117,7 @@ def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def student(source: ForeignCheckpoint) -> str:
+def hybrid_of(source: ForeignCheckpoint) -> str:
     """The class of hybrid that has its blocks; a mixture of both classes' blocks is a ValueError."""
     kinds = {BLOCKS[layer.block] for layer in layers(source)}
     if len(kinds) > 1:
@@ -128,7 +128,7 @@ def student(source: ForeignCheckpoint) -> str:
 def fields(source: ForeignCheckpoint) -> dict[str, Any]:
     """Fields of the hybrid's configuration; what it cannot hold is a ValueError."""
     found = layers(source)
-    kind = student(source)
+    kind = hybrid_of(source)
     rows, hidden = source.shape(EMBEDDING, 2)
     mixers = [layer for layer in found if layer.core == MIXER]
     model_input(source).only(("d_model", "n_layer", "norm_epsilon", "head_dim", *ROTARY), MODEL_HARMLESS)
@@ -376,7 +376,7 @@ def mixer_table(source: ForeignCheckpoint, config: PreTrainedConfig, ours: str, 
 GOOMBALAB = Format(
     name="goombalab Phi-Mamba / mohawk",
     sign="backbone.* tensors, a config.json with MixerModel",
-    student=student,
+    hybrid=hybrid_of,
     recognises=lambda source: EMBEDDING in source.tensors and "MixerModel" in components(source).values,
     fields=fields,
     table=table,

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 
 from ..checkpoint.code import write_code_and_config
 from ..checkpoint.tokenizer import has_tokenizer
+from ..hybrids.shapes import HYBRIDS, OWN_FIELDS, tensor_shapes
 from ..io.reader import open_weights, read_json
-from ..io.students import OWN_FIELDS, STUDENTS, tensor_shapes
 from ..io.writer import Progress, output_dtype
 from ..options import ImportOptions
 from ..teachers import get_family
@@ -83,7 +83,7 @@ def plan_import(options: ImportOptions) -> TransferPlan:
         options.model, config, checkpoint, mamba_config, base_config, overridden=dict(options.fields)
     )
     known = recognise(source)
-    ours = _make_config(known.student(source), known.fields(source), options)
+    ours = _make_config(known.hybrid(source), known.fields(source), options)
     if base is not None:
         _check_base(base.config, ours, options.base)
     source.notes += [f"{name} is {value!r} by --set" for name, value in options.fields.items()]
@@ -135,7 +135,7 @@ def _check_base(base: PreTrainedConfig, ours: PreTrainedConfig, name: str) -> No
 
 
 def _make_config(model_type: str, fields: dict[str, Any], options: ImportOptions) -> PreTrainedConfig:
-    config_class = STUDENTS[model_type]
+    config_class = HYBRIDS[model_type]
     known = {field.name for field in dataclasses.fields(config_class)}
     unknown = sorted(set(options.fields) - known)
     if unknown:

@@ -68,7 +68,7 @@ def fields(source: ForeignCheckpoint) -> dict[str, Any]:
 LLAMBA = Format(
     name="cartesia Llamba",
     sign="backbone.* tensors, a config.json with ssm_cfg",
-    student=lambda source: "llamba",
+    hybrid=lambda source: "llamba",
     recognises=lambda source: EMBEDDING in source.tensors and "ssm_cfg" in source.config,
     fields=fields,
     table=table,

@@ -267,7 +267,7 @@ def is_m1(source: ForeignCheckpoint) -> bool:
 
 def _format(name: str, sign: str, recognises) -> Format:
     return Format(
-        name=name, sign=sign, student=lambda source: "llamba", recognises=recognises, fields=fields, table=table
+        name=name, sign=sign, hybrid=lambda source: "llamba", recognises=recognises, fields=fields, table=table
     )
 
 

@@ -22,10 +22,10 @@ from ..checkpoint.tokenizer import (
 )
 from ..checkpoint.write import Contents, write_contents
 from ..errors import during
+from ..hybrids.shapes import layer_letters
 from ..io.folder import OutputFolder, check_apart
 from ..io.reader import Checkpoint
 from ..io.rules import Rule
-from ..io.students import layer_letters
 from ..io.writer import Progress, human_bytes
 from ..options import ExportOptions, ImportOptions, parse_size
 from ..teachers.teacher import Teacher, cached_repository, download_model

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.model.config_values import RECURRENT
 
-from ..io.students import state_sizes
+from ..hybrids.shapes import state_sizes
 
 CACHE_DTYPE = torch.bfloat16
 """Type in which caches are counted, whatever type the weights are stored in: a model may be loaded in any."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig
 
-from ..io.students import tensor_shapes
+from ..hybrids.shapes import tensor_shapes
 from ..layout.placement import Attention, Decision, Placement, Undecided, everywhere
 from ..layout.presets import evenly_of, query_heads, uniform_attention_layers, whole_groups
 from ..resolve import Resolved

@@ -49,7 +49,7 @@ def get_family(model_type: str, text_type: str | None = None) -> TeacherFamily:
     """The family of a teacher, or of the text part of a multimodal one, whose `model_type` may be given beside it."""
     if model_type in MULTIMODAL:
         model_type = text_type or MULTIMODAL[model_type]
-    if model_type in {family.student for family in FAMILIES.values()}:
+    if model_type in {family.hybrid for family in FAMILIES.values()}:
         raise ValueError(
             "This model is a hybrid already; convert its teacher, or train the hybrid (convert-to-hybrid mohawk)."
         )

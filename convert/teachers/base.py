@@ -33,7 +33,7 @@ class TeacherFamily:
     model_type: str
     title: str
     """Common name of these models."""
-    student: Literal["llamba", "phimamba"]
+    hybrid: Literal["llamba", "phimamba"]
     """The class of hybrid it becomes."""
     windows: bool = False
     """True if its layers can have a sliding window; where not, transformers ignores the field `sliding_window`."""

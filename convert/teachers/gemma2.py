@@ -7,7 +7,7 @@ from .llama import LLAMA
 GEMMA2 = TeacherFamily(
     model_type="gemma2",
     title="Gemma 2",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     gguf=True,
     tensors={

@@ -8,7 +8,7 @@ from .olmo2 import QK_NORM_TENSORS
 GEMMA3 = TeacherFamily(
     model_type="gemma3_text",
     title="Gemma 3",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     gguf=True,
     tensors={**GEMMA2.tensors, **QK_NORM_TENSORS},

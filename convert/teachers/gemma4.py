@@ -74,7 +74,7 @@ def values_from_keys(config: Any) -> dict[str, str]:
 GEMMA4 = TeacherFamily(
     model_type="gemma4_text",
     title="Gemma 4 (31B, 26B-A4B)",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     tensors={**GEMMA3.tensors, **EXPERTS, **same_name(f"{BLOCK}layer_scalar")},
     in_multimodal={"model.language_model.": "model."},

@@ -9,7 +9,7 @@ BLOCK = "model.layers.{i}."
 GLM4 = TeacherFamily(
     model_type="glm4",
     title="GLM-4",
-    student="llamba",
+    hybrid="llamba",
     tensors={
         **OTHER_TENSORS,
         **ATTENTION_TENSORS,

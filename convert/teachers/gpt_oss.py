@@ -7,7 +7,7 @@ from .llama import ATTENTION_TENSORS, OTHER_TENSORS
 GPT_OSS = TeacherFamily(
     model_type="gpt_oss",
     title="gpt-oss",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     tensors={
         **OTHER_TENSORS,

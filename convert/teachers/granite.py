@@ -6,7 +6,7 @@ from .llama import LLAMA
 GRANITE = TeacherFamily(
     model_type="granite",
     title="Granite 3",
-    student="llamba",
+    hybrid="llamba",
     tensors=LLAMA.tensors,
     fields={
         name: name

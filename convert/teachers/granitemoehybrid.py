@@ -31,7 +31,7 @@ def experts_and_rope(config) -> dict[str, object]:
 GRANITE_MOE_HYBRID = TeacherFamily(
     model_type="granitemoehybrid",
     title="Granite 4",
-    student="llamba",
+    hybrid="llamba",
     tensors={
         **OTHER_TENSORS,
         **ATTENTION_TENSORS,

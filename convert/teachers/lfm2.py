@@ -20,7 +20,7 @@ def mlp_width(config) -> dict[str, object]:
 LFM2 = TeacherFamily(
     model_type="lfm2",
     title="LFM2",
-    student="llamba",
+    hybrid="llamba",
     tensors={
         **same_name("model.embed_tokens.weight", "lm_head.weight"),
         "model.embedding_norm.weight": "model.norm.weight",

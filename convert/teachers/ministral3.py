@@ -7,7 +7,7 @@ from .llama import LLAMA
 MINISTRAL3 = TeacherFamily(
     model_type="ministral3",
     title="Ministral 3",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     tensors=LLAMA.tensors,
     in_multimodal=GEMMA3.in_multimodal,

@@ -7,7 +7,7 @@ from .llama import LLAMA
 MISTRAL = TeacherFamily(
     model_type="mistral",
     title="Mistral",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     gguf=True,
     tensors=LLAMA.tensors,

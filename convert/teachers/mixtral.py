@@ -9,7 +9,7 @@ THEIRS = "model.layers.{i}.block_sparse_moe."
 MIXTRAL = TeacherFamily(
     model_type="mixtral",
     title="Mixtral",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     tensors={
         **LLAMA.tensors,

@@ -8,7 +8,7 @@ QK_NORM_TENSORS = same_name("model.layers.{i}.self_attn.q_norm.weight", "model.l
 OLMO2 = TeacherFamily(
     model_type="olmo2",
     title="OLMo 2",
-    student="llamba",
+    hybrid="llamba",
     tensors={
         **LLAMA.tensors,
         **QK_NORM_TENSORS,

@@ -6,7 +6,7 @@ from .olmo2 import OLMO2
 OLMO3 = TeacherFamily(
     model_type="olmo3",
     title="OLMo 3",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     tensors=OLMO2.tensors,
     fields=OLMO2.fields,

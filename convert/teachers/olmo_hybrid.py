@@ -20,7 +20,7 @@ def norms_and_rope(config) -> dict[str, object]:
 OLMO_HYBRID = TeacherFamily(
     model_type="olmo_hybrid",
     title="OLMo Hybrid",
-    student="llamba",
+    hybrid="llamba",
     tensors={
         **OLMO2.tensors,
         f"{BLOCK}attention_layer_norm.weight": f"{BLOCK}input_layernorm.weight",

@@ -5,7 +5,7 @@ from .base import TeacherFamily, same_name
 PHI = TeacherFamily(
     model_type="phi",
     title="Phi-1, Phi-1.5, Phi-2",
-    student="phimamba",
+    hybrid="phimamba",
     tensors={
         **same_name(
             "model.embed_tokens.weight",

@@ -6,7 +6,7 @@ from .llama import OTHER_TENSORS, ROTARY_BUFFERS
 PHI3 = TeacherFamily(
     model_type="phi3",
     title="Phi-3, Phi-4-mini",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     gguf=True,
     tensors={

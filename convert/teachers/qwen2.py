@@ -6,7 +6,7 @@ from .llama import LLAMA
 QWEN2 = TeacherFamily(
     model_type="qwen2",
     title="Qwen2",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     gguf=True,
     tensors=LLAMA.tensors,

@@ -6,7 +6,7 @@ from .llama import LLAMA
 QWEN3 = TeacherFamily(
     model_type="qwen3",
     title="Qwen3",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     gguf=True,
     tensors={

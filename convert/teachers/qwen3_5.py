@@ -32,7 +32,7 @@ def one_rope(config) -> dict[str, object]:
 QWEN3_5 = TeacherFamily(
     model_type="qwen3_5_text",
     title="Qwen3.5",
-    student="llamba",
+    hybrid="llamba",
     tensors={
         **QWEN3.tensors,
         **QUERIES_AND_GATES,

@@ -16,7 +16,7 @@ def experts(config) -> dict[str, object]:
 QWEN3_MOE = TeacherFamily(
     model_type="qwen3_moe",
     title="Qwen3-MoE",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     gguf=True,
     tensors={**QWEN3.tensors, **EXPERT_TENSORS},

@@ -9,7 +9,7 @@ from .qwen3_moe import QWEN3_MOE
 QWEN3_NEXT = TeacherFamily(
     model_type="qwen3_next",
     title="Qwen3-Next",
-    student="llamba",
+    hybrid="llamba",
     tensors={
         **QWEN3_MOE.tensors,
         **QUERIES_AND_GATES,

@@ -6,7 +6,7 @@ from .llama import LLAMA
 SMOLLM3 = TeacherFamily(
     model_type="smollm3",
     title="SmolLM3",
-    student="llamba",
+    hybrid="llamba",
     windows=True,
     tensors=LLAMA.tensors,
     fields={

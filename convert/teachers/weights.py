@@ -18,11 +18,11 @@ from transformers import PreTrainedConfig
 from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.model.config_values import RECURRENT
 
-from ..io.mapping import LayerMapping, fold_out_bias
+from ..hybrids.mapping import LayerMapping, fold_out_bias
+from ..hybrids.shapes import HYBRIDS, mixer_shapes, tensor_shapes
 from ..io.planes import with_scaled_planes
 from ..io.reader import Checkpoint, TensorInfo, quantisation_fault
 from ..io.rules import Part, Rule, Source
-from ..io.students import STUDENTS, mixer_shapes, tensor_shapes
 from .base import TeacherFamily
 from .teacher import Teacher, config_errors, hybrid_fields
 
@@ -66,7 +66,7 @@ class TeacherWeights:
             # transformers, too, unties the head if its stored weights differ from the embedding
             fields["tie_word_embeddings"] = checkpoint.same_values(stored[embedding], stored[head])
         with config_errors(f"The configuration of {teacher.name} makes no hybrid"):
-            config = STUDENTS[teacher.family.student](**copy.deepcopy(fields), layer_types=layer_types)
+            config = HYBRIDS[teacher.family.hybrid](**copy.deepcopy(fields), layer_types=layer_types)
         copied = teacher.family.copied(teacher.config)
         sources, dropped = canonical_sources(teacher.family, config, checkpoint.tensors, tensor_shapes(config), copied)
         return cls(teacher, checkpoint, fields, config, sources, dropped)
@@ -111,7 +111,7 @@ class TeacherWeights:
         rules = mapping.rules(shapes)
         hybrid = config.layer_types[layer] == "hybrid"
         if not hybrid and f"{prefix}mixer.out_proj.bias" not in shapes and "o_proj.bias" in mapping.attention:
-            if self.teacher.family.student != "phimamba":
+            if self.teacher.family.hybrid != "phimamba":
                 raise ValueError(
                     "This teacher has a bias on o_proj; the mixer needs one on out_proj (out_bias: true)."
                 )

@@ -100,7 +100,7 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         if asked == "torch":
             conv = read = window = on_cpu = {"runs": "torch", "why": f"{BACKEND_VARIABLE} says so"}
     else:
-        scan["why"] += "; mixer_backend of a model may ask otherwise"
+        scan["why"] += "; backend of a model may ask otherwise"
     flash = "flash_attention_2 cannot be used here"
     if cuda:
         from transformers.utils import is_flash_attn_2_available

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from modeling_llamba.model.config_values import ATTENTION_ALONE, RECURRENT
 
 from ..formats.export import holders
-from ..io.students import STUDENTS
+from ..hybrids.shapes import HYBRIDS
 from ..teachers import FAMILIES
 from ..teachers.base import TeacherFamily
 from ..teachers.teacher import hybrid_fields
@@ -23,7 +23,7 @@ def families() -> list[dict[str, Any]]:
         {
             "model_type": family.model_type,
             "models": family.title,
-            "hybrid": STUDENTS[family.student].__name__.removesuffix("Config"),
+            "hybrid": HYBRIDS[family.hybrid].__name__.removesuffix("Config"),
             "formats": ["safetensors", *(["gguf"] if family.gguf else [])],
             "export": export_targets(family),
             "weights": ["random", *([REAL_WEIGHTS[family.model_type]] if family.model_type in REAL_WEIGHTS else [])],
@@ -41,9 +41,7 @@ def export_targets(family: TeacherFamily) -> list[str]:
     if RECURRENT in types:
         return []
     layers = ["linear_attention", *["full_attention"] * (len(types) - 1)]
-    config = STUDENTS[family.student](
-        **fields, layer_types=layers, mixer="mamba2", mixer_qk_norm=fields.get("qk_norm")
-    )
+    config = HYBRIDS[family.hybrid](**fields, layer_types=layers, mixer="mamba2", mixer_qk_norm=fields.get("qk_norm"))
     return holders(config)
 
 

@@ -17,15 +17,15 @@ from modeling_llamba.model.config_values import RECURRENT
 from ..checkpoint.card import as_recorded
 from ..checkpoint.load import load_config, locate
 from ..errors import during, printable
+from ..hybrids.shapes import HYBRIDS, MIXER_LAYERS, layer_letters, legend_of_letters, tensor_shapes
 from ..io.reader import open_weights, read_json
-from ..io.students import MIXER_LAYERS, STUDENTS, layer_letters, legend_of_letters, tensor_shapes
 from ..io.writer import human_bytes
 from ..layout.cache import break_even, cache_bytes, contexts
 from ..layout.placement import Placement, window_in_words
 from ..plan import break_even_in_words
 
 MIXER_FIELDS = (
-    "num_heads", "num_kv_heads", "head_dim", "d_state", "d_conv", "activation", "norm", "rotary", "backend",
+    "num_heads", "num_kv_heads", "head_dim", "d_state", "d_conv", "activation", "norm", "rotary",
 )  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     """Layers, mixers, sizes, cache and provenance of a hybrid, as plain data."""
     with during(f"reading {model}"):
         config = load_config(model, revision)
-    if config.model_type not in STUDENTS:
+    if config.model_type not in HYBRIDS:
         raise ValueError(
             f"{model} is a {config.model_type} model, not a hybrid; `convert-to-hybrid {model} OUT --dry-run` says "
             "what would become of it."
@@ -62,6 +62,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
     }
     if "linear_attention" in layers:
         report["mixer"] = {"kind": config.mixer} | {f: getattr(config, f"mixer_{f}") for f in MIXER_FIELDS}
+        report["mixer"]["backend"] = config.backend
     if "hybrid" in layers:
         windows = {i: config.window_of(i) for i, kind in enumerate(layers) if kind == "hybrid"}
         tokens = config.hybrid_window

@@ -12,9 +12,9 @@ from modeling_llamba.ship_code import code_in
 from ..checkpoint.code import NEEDED, versions
 from ..checkpoint.load import load_config
 from ..errors import during
+from ..hybrids.shapes import HYBRIDS
 from ..io.folder import MARKER, mark, rewriting
 from ..io.reader import read_json
-from ..io.students import STUDENTS
 
 NEEDS = re.compile(r"(It loads with `)[^`]*(`)")
 """Sentence of a card on the versions that load the model."""
@@ -33,7 +33,7 @@ def update(folder: str) -> tuple[str, str]:
     """
     output = Path(os.path.realpath(Path(folder).expanduser()))
     written = read_json(output / "config.json")
-    if written is None or written.get("model_type") not in STUDENTS or "auto_map" not in written:
+    if written is None or written.get("model_type") not in HYBRIDS or "auto_map" not in written:
         raise ValueError(f"{folder} is not the folder of a hybrid that carries its code; there is nothing to update.")
     if Path.cwd() == output or output in Path.cwd().parents:
         raise ValueError(f"{output} is or contains the working directory; run update from another folder.")

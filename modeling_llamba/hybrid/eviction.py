@@ -69,7 +69,7 @@ class BlockShape(NamedTuple):
         block = config.hybrid_block
         sinks = config.hybrid_sinks
         places = sinks + config.hybrid_salient
-        roundings = Rounding.of_pair(config.window_bits, config.head_dim, config.mixer_backend)
+        roundings = Rounding.of_pair(config.window_bits, config.head_dim, config.backend)
         return cls(block, config.window_of(layer) // block - 1, sinks, places, slow, *roundings)
 
     @property

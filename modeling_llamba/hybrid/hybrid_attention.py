@@ -78,7 +78,7 @@ class HybridAttention(TeacherAttention):
         self.shared = self.num_key_value_groups
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
-        self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim, config.mixer_backend)
+        self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim, config.backend)
         self.key_offset = self.key_offset_of(self.shape.key_rounding.rounds or self.kept_roundings[0].rounds)
         # no buffer, since accelerate leaves buffers out where it offloads weights to a disk
         salience = torch.zeros(config.hidden_size) if config.hybrid_salient else None
@@ -174,7 +174,7 @@ class HybridAttention(TeacherAttention):
         Args:
             layer: of the cache, to go on from and to update; or None.
         """
-        backend = backend_for(projected.query, self.config.mixer_backend)
+        backend = backend_for(projected.query, self.config.backend)
         heads = self.heads(has_far_sinks=projected.sink_query is not None)
         if layer is not None and not torch.is_grad_enabled() and self._is_step(projected.query.shape[2], inputs):
             return backend.step(heads, projected, inputs, layer)

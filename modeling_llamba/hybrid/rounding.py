@@ -41,7 +41,7 @@ tokens would otherwise take as much memory for a moment as their whole cache."""
 class Rounding(NamedTuple):
     """Rounding of vectors of `dim` numbers to so many bits each; with 16, vectors are kept as they are.
 
-    backend: `mixer_backend` of the configuration, of which "torch" keeps kernels away.
+    backend: `backend` of the configuration, of which "torch" keeps kernels away.
     """
 
     bits: int
@@ -61,7 +61,7 @@ class Rounding(NamedTuple):
         """Roundings of the keys and values that a layer with full or sliding attention caches."""
         kind = config.layer_types[layer]
         bits = config.window_bits if kind == "sliding_attention" else config.full_attention_bits
-        return cls.of_pair(bits, config.of_kind(kind).head_dim, config.mixer_backend)
+        return cls.of_pair(bits, config.of_kind(kind).head_dim, config.backend)
 
     @property
     def rounds(self) -> bool:

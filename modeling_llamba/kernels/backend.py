@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from .torch_backend import TorchBackend
 
 logger = logging.get_logger(__name__)
-BACKEND_VARIABLE = "HYBRID_SSD_BACKEND"
-"""Environment variable that overrides the configuration's `mixer_backend`."""
+BACKEND_VARIABLE = "HYBRID_BACKEND"
+"""Environment variable that overrides the configuration's `backend`."""
+FORMER_VARIABLE = "HYBRID_SSD_BACKEND"
+"""Name of that variable up to version 0.2."""
 INTERFACE = 1
 """Number of the operations' signatures, and of the tuples that they read; another one means another package."""
 BACKENDS = {"cpu": "kernels.c.c_backend", "cuda": "kernels.triton.triton_backend"}
@@ -30,15 +32,15 @@ FOUND: dict[str, "TorchBackend"] = {}
 
 
 def requested_backend(configured: str) -> str:
-    """Return the backend that the environment variable HYBRID_SSD_BACKEND asks for, else the configuration's."""
-    return os.environ.get(BACKEND_VARIABLE) or configured
+    """Return the backend that the environment variable HYBRID_BACKEND asks for, else the configuration's."""
+    return os.environ.get(BACKEND_VARIABLE) or os.environ.get(FORMER_VARIABLE) or configured
 
 
 def backend_for(like: torch.Tensor, setting: str, dtype: torch.dtype | None = None) -> "TorchBackend":
     """The backend for the device of a tensor, and numbers of its type or another.
 
     Args:
-        setting: `mixer_backend` of the configuration, of which "torch" keeps to the reference.
+        setting: `backend` of the configuration, of which "torch" keeps to the reference.
     """
     kind = "torch" if requested_backend(setting) == "torch" else like.device.type
     if kind not in FOUND:

@@ -156,7 +156,7 @@ class SSDMixer(nn.Module):
             y = y[:, None]
         else:
             size = self.config.mixer_chunk_size
-            backend = requested_backend(self.config.mixer_backend)
+            backend = requested_backend(self.config.backend)
             y, state = ssd_scan(x, log_a, B, streams.C, state, seq_idx, size, backend)
         return self._skip(y, streams), state
 

@@ -25,7 +25,7 @@ class ShortConv(nn.Module):
     """
 
     def __init__(self, channels: int, kernel_size: int, activation: str, config=None):
-        """config: compiled kernels are not used where its `mixer_backend` is "torch"."""
+        """config: compiled kernels are not used where its `backend` is "torch"."""
         super().__init__()
         self.config = config
         self.kernel_size = kernel_size
@@ -96,7 +96,7 @@ class ShortConv(nn.Module):
         return installed and not is_recorded(x, self.weight, self.bias)
 
     def _may_use_kernel(self, x: torch.Tensor) -> bool:
-        asked = requested_backend("auto" if self.config is None else self.config.mixer_backend)
+        asked = requested_backend("auto" if self.config is None else self.config.backend)
         return x.is_cuda and asked != "torch"
 
     @staticmethod

@@ -215,7 +215,7 @@ def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
     if asked not in BACKENDS:
         raise ValueError(
             f"Unknown SSD backend {asked!r}; choose one of {', '.join(BACKENDS)} "
-            f"(mixer_backend in the configuration, or the environment variable {BACKEND_VARIABLE})."
+            f"(backend in the configuration, or the environment variable {BACKEND_VARIABLE})."
         )
     kernels = {"mamba_ssm": mamba_chunk_scan_combined, "fla": chunk_simple_gla}
     if asked in kernels and (kernels[asked] is None or not on_cuda):

@@ -246,7 +246,7 @@ def one_token(
         bias = mask[:, 0, 0].expand(len(query), -1)
         if bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill_(~bias, -torch.inf)
-    backend = backend_for(query, config.mixer_backend)
+    backend = backend_for(query, config.backend)
     return functools.partial(backend.attend_to_rows, roundings=roundings, bias=bias, scaling=scaling, softcap=softcap)
 
 

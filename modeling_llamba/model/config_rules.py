@@ -34,7 +34,7 @@ def check_config(config) -> None:
         "mixer_norm": ("none", "head", "whole"),
         "qk_norm": QK_NORMS,
         "mixer_qk_norm": QK_NORMS,
-        "mixer_backend": BACKENDS,
+        "backend": BACKENDS,
     }.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, not {getattr(config, name)!r}.")
@@ -86,8 +86,8 @@ def check_config(config) -> None:
         raise ValueError("mamba1 with mixer_rotary needs mixer_d_state == mixer_head_dim.")
     if config.mixer_decay_bias and config.mixer != "discrete_mamba2":
         raise ValueError("mixer_decay_bias exists for discrete_mamba2 only; the other mixers have dt_bias.")
-    if config.mixer_backend in ("mamba_ssm", "fla") and config.mixer == "mamba1":
-        raise ValueError("mamba1 runs on the torch scan only; use mixer_backend 'auto' or 'torch'.")
+    if config.backend in ("mamba_ssm", "fla") and config.mixer == "mamba1":
+        raise ValueError("mamba1 runs on the torch scan only; use backend 'auto' or 'torch'.")
     if config.mixer_shared_state and config.mixer == "mamba1":
         raise ValueError("mamba1 has a decay per channel; mixer_shared_state exists for the other mixers.")
     if config.mixer_norm != "none" and config.mixer != "mamba2":

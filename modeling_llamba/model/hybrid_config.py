@@ -80,7 +80,7 @@ class HybridConfig(PreTrainedConfig):
         format_version: version of the layout of weights and configuration; FORMAT_VERSION for what this code writes.
         mixer_dt_rank: rank of the step size projection (mamba1 only).
         mixer_chunk_size: tokens per chunk of the scan.
-        mixer_backend: "auto", "torch", "mamba_ssm" or "fla"; the environment variable HYBRID_SSD_BACKEND overrides it.
+        backend: "auto", "torch", "mamba_ssm" or "fla"; the environment variable HYBRID_BACKEND overrides it.
         conversion: where the weights come from; written by convert-to-hybrid.
     """
 
@@ -153,11 +153,12 @@ class HybridConfig(PreTrainedConfig):
     key_offsets: bool = False
     window_bits: int | list[int] = 16
     mixer_chunk_size: int = 64
-    mixer_backend: str = "auto"
+    backend: str = "auto"
     conversion: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs):
+        self.backend = kwargs.pop("mixer_backend", self.backend)  # its name up to version 0.2
         check_numbers(vars(self))
         if not isinstance(self.rope_parameters, (dict, type(None))):
             raise ValueError(f"rope_parameters must be a dictionary, not {self.rope_parameters!r}.")
@@ -252,14 +253,12 @@ class HybridConfig(PreTrainedConfig):
     def to_diff_dict(self) -> dict[str, Any]:
         """transformers' own, which config.json is made of; fields of mixers only where there are any.
 
-        Two matter without mixers: `mixer: none`, where hybrid layers have no state, and `mixer_backend`.
+        One matters without mixers: `mixer: none`, where hybrid layers have no state.
         """
         fields = super().to_diff_dict()
         if "linear_attention" in self.layer_types:
             return fields
-        kept = {"mixer_backend"}
-        if self.mixer == "none":
-            kept.add("mixer")
+        kept = {"mixer"} if self.mixer == "none" else set()
         return {name: value for name, value in fields.items() if name in kept or not name.startswith("mixer")}
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:

@@ -10,7 +10,7 @@ Shapes as in modeling_llamba/hybrid/hybrid_attention.py; T tokens of a batch, I 
 
 import math
 
-from convert.io.students import tensor_shapes
+from convert.hybrids.shapes import tensor_shapes
 from convert.io.writer import human_bytes
 from convert.layout.cache import CACHE_DTYPE, cache_bytes
 from convert.options import DEFAULT_CACHE, PlacementOptions

@@ -25,7 +25,7 @@ def runs_in_c(like: torch.Tensor, dtype: torch.dtype, setting: str) -> bool:
     """Return True if the functions run here.
 
     Args:
-        like: a tensor on the device. dtype: the model's. setting: `mixer_backend` of the configuration.
+        like: a tensor on the device. dtype: the model's. setting: `backend` of the configuration.
     """
     return isinstance(backend_for(like, setting, dtype), CBackend) and library(PAGES) is not None
 

@@ -92,7 +92,7 @@ def kept_heads(config, layer: int) -> int:
 def kept_roundings(vllm_config: VllmConfig) -> tuple[Rounding, Rounding]:
     """Rounding of kept heads' keys and values: the checkpoint's; 8 bits at most with vLLM's own flag for 8."""
     config = vllm_config.model_config.hf_config
-    roundings = Rounding.of_pair(config.full_attention_bits, config.head_dim, config.mixer_backend)
+    roundings = Rounding.of_pair(config.full_attention_bits, config.head_dim, config.backend)
     if vllm_config.cache_config.cache_dtype == "auto":
         return roundings
     return tuple(rounding._replace(bits=min(rounding.bits, 8)) for rounding in roundings)

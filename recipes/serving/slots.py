@@ -268,7 +268,7 @@ class HybridSlots(SlotLayer):
         super().ready()
         self.written, self.per_column = self._written()
         attention, dtype = self.mixer, self.memory.dtype
-        if runs_in_c(self.written, dtype, attention.config.mixer_backend):
+        if runs_in_c(self.written, dtype, attention.config.backend):
             if attention.mass is not None:
                 self.slot_step = SlotStep(attention, self.first_bytes(), dtype)
             if self.head_rows is not None:
@@ -343,7 +343,7 @@ class HybridSlots(SlotLayer):
         self.store(rows, content)
 
     def _read(self, projected: Projected, inputs: HybridInputs, layer: HybridLayer | None):
-        backend = backend_for(projected.query, self.mixer.config.mixer_backend)
+        backend = backend_for(projected.query, self.mixer.config.backend)
         heads = self.mixer.heads(has_far_sinks=projected.sink_query is not None)
         return read_prompt(backend, heads, projected, inputs, layer)
 
@@ -471,7 +471,7 @@ def _attend_decoding(
 ) -> torch.Tensor:
     """Attention of a token of each request, queries (B, heads, P), to rows (B, K, T, .) of keys and of values."""
     bias = None if bias is None else bias[:, 0, 0]
-    backend = backend_for(query, attention.config.mixer_backend)
+    backend = backend_for(query, attention.config.backend)
     scores = attention.scaling, attention.softcap
     return backend.attend_to_rows(query[:, :, None], *held, rows.roundings, bias, *scores)[:, 0]
 

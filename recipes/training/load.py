@@ -22,7 +22,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
 from convert.checkpoint.load import prompt_tokenizer, read_model
 from convert.errors import HTTPError
-from convert.io.students import STUDENTS
+from convert.hybrids.shapes import HYBRIDS
 from convert.teachers.teacher import first_line, read_tokenizer, recorded_teacher
 from convert.train.distillation.trainer import check_vocabulary_sizes
 
@@ -60,7 +60,7 @@ def load_student(arguments: ModelConfig) -> tuple[nn.Module, PreTrainedTokenizer
     if arguments.load_in_8bit or arguments.load_in_4bit:
         raise ValueError("A hybrid is trained in full precision; load_in_8bit and load_in_4bit are for the teacher.")
     model = read_once(name, **options)
-    if model.config.model_type not in STUDENTS:
+    if model.config.model_type not in HYBRIDS:
         raise ValueError(
             f"{name} is a {model.config.model_type} model, not a hybrid; make one with convert-to-hybrid first."
         )

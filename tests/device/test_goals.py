@@ -10,7 +10,7 @@ from modeling_llamba.hybrid.hybrid_cache import HybridLayer
 from modeling_llamba.kernels.torch_backend import TorchBackend
 from recipes import sft
 from tests.doubles.device import StandIn
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import random_ids
 from tests.helpers.tiny_chat import common_arguments, conversations, save_chat_teacher, save_hybrid
 
@@ -38,7 +38,7 @@ def check(what, counts, waits, launches=None):
 def test_a_prompt_and_a_token(pattern, of_prompt, of_token):
     """Nothing waits unless a mask comes along, which is looked at once. Launches are those without Triton's step; no
     more than today."""
-    model, ids = make_student(pattern=pattern, dtype=torch.float32), random_ids(2, 60)
+    model, ids = make_hybrid(pattern=pattern, dtype=torch.float32), random_ids(2, 60)
     with StandIn() as device:
         model, ids = model.cuda(), ids.cuda()
         model(ids, use_cache=True)  # the matrix of the rounding is sent once
@@ -67,7 +67,7 @@ def test_a_prompt_and_a_token(pattern, of_prompt, of_token):
 def test_a_token_by_one_launch_a_layer(dtype, of_token, of_opening, monkeypatch):
     """With Triton's step, for which PyTorch's computes here without being counted: what is left, for two layers and
     the head, are products, norms, rotations, columns that are written, and sums."""
-    model, ids = make_student(pattern="beside-only", dtype=dtype), random_ids(1, 60)
+    model, ids = make_hybrid(pattern="beside-only", dtype=dtype), random_ids(1, 60)
     step, put, device = TorchBackend.step, HybridLayer.put, StandIn()
 
     def one_launch(*arguments):

@@ -15,7 +15,7 @@ from recipes import distillation, dpo, seqkd, sft
 from recipes import evaluate as evaluation
 from recipes.cli import main as recipes_command
 from tests.device.conftest import IS_THERE, some_device
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import random_ids
 from tests.helpers.tiny_chat import common_arguments, conversations, preferences, save_chat_teacher, save_hybrid
 
@@ -189,7 +189,7 @@ def test_compare(world, tmp_path):
 @torch.no_grad()
 def test_a_prompt_and_tokens_with_and_without_padding(pattern, static, monkeypatch):
     """A static cache and a step compiled for it are for a GPU; here the step runs as it is."""
-    model, ids = make_student(pattern=pattern, dtype=torch.float32, mixer_backend="torch"), random_ids(2, 20)
+    model, ids = make_hybrid(pattern=pattern, dtype=torch.float32, backend="torch"), random_ids(2, 20)
     if static and pattern in ("window", "experts"):
         pytest.skip("mixers alone have no keys that a static cache would hold")
     mask = torch.ones_like(ids)

@@ -299,7 +299,7 @@ def test_what_the_kernel_does_not_take(monkeypatch, launches):
         return launches["layer"]
 
     assert run(tokens=2) == run(dtype=torch.float64) == run(mixer="none", hybrid_rank=0) == 0
-    assert run(training=True, attention_dropout=0.1) == run(mixer_backend="torch") == 0
+    assert run(training=True, attention_dropout=0.1) == run(backend="torch") == 0
     with torch.enable_grad():
         assert run() == 0
     assert run() == 1

@@ -8,20 +8,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import modeling_llamba.model.recording as recording
 from modeling_llamba.compatibility import cache_of
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import TINY, random_ids
 from tests.helpers.versions import drafts
 
 MODELS = {
-    "hybrid": lambda: make_student(pattern="beside-only"),
-    "hybrid with mixers and attention": lambda: make_student(pattern="beside"),
-    "hybrid with a sliding window": lambda: make_student(pattern="gemma"),
-    "hybrid without a state": lambda: make_student(mixer="none", pattern="beside-only"),
-    "phimamba": lambda: make_student("phimamba", "mamba2", "beside-only", hybrid_sink_reach=12),
-    "discrete_mamba2": lambda: make_student(pattern="pure"),
-    "mamba2": lambda: make_student("phimamba", "mamba2", "pure"),
-    "mamba1": lambda: make_student(mixer="mamba1", pattern="pure"),
-    "mamba1 and attention": lambda: make_student("phimamba", "mamba1", "hybrid"),
+    "hybrid": lambda: make_hybrid(pattern="beside-only"),
+    "hybrid with mixers and attention": lambda: make_hybrid(pattern="beside"),
+    "hybrid with a sliding window": lambda: make_hybrid(pattern="gemma"),
+    "hybrid without a state": lambda: make_hybrid(mixer="none", pattern="beside-only"),
+    "phimamba": lambda: make_hybrid("phimamba", "mamba2", "beside-only", hybrid_sink_reach=12),
+    "discrete_mamba2": lambda: make_hybrid(pattern="pure"),
+    "mamba2": lambda: make_hybrid("phimamba", "mamba2", "pure"),
+    "mamba1": lambda: make_hybrid(mixer="mamba1", pattern="pure"),
+    "mamba1 and attention": lambda: make_hybrid("phimamba", "mamba1", "hybrid"),
 }
 NEW = 24
 pytestmark = drafts

@@ -9,8 +9,8 @@ from transformers import StaticCache
 
 from modeling_llamba.hybrid.cache_checkpoint import CacheCheckpoint
 from modeling_llamba.model.cache import cache_length
+from tests.helpers.hybrids import MIXERS, make_hybrid
 from tests.helpers.reading import read
-from tests.helpers.students import MIXERS, make_student
 from tests.helpers.teachers import make_teacher, random_ids
 from tests.helpers.versions import TAKES_DRAFTS_BACK
 
@@ -40,7 +40,7 @@ def assert_comes_back(model):
 @every_pattern
 @torch.no_grad()
 def test_what_was_read_since_leaves_no_trace(pattern):
-    assert_comes_back(make_student(pattern=pattern))
+    assert_comes_back(make_hybrid(pattern=pattern))
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_what_was_read_since_leaves_no_trace(pattern):
 )
 @torch.no_grad()
 def test_mixers_and_experts(options):
-    assert_comes_back(make_student(**options))
+    assert_comes_back(make_hybrid(**options))
 
 
 @pytest.mark.parametrize("bits", [8, [6, 4]])
 @torch.no_grad()
 def test_few_bits(bits):
-    assert_comes_back(make_student(pattern="beside-only", head_dim=16, full_attention_bits=bits, window_bits=8))
+    assert_comes_back(make_hybrid(pattern="beside-only", head_dim=16, full_attention_bits=bits, window_bits=8))
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def test_a_teachers_own_states(name):
 @every_pattern
 @torch.no_grad()
 def test_older_checkpoints_after_newer_ones(pattern):
-    model = make_student(pattern=pattern)
+    model = make_hybrid(pattern=pattern)
     ids = random_ids(1, 30)
     checkpoints, cache = [], None
     for length in (10, 20, 30):
@@ -96,7 +96,7 @@ def test_older_checkpoints_after_newer_ones(pattern):
 @torch.no_grad()
 def test_a_cache_that_went_another_way_is_refused(pattern):
     """Also where the keys of a first layer, which know their own token alone, are the same."""
-    model = make_student(pattern=pattern)
+    model = make_hybrid(pattern=pattern)
     ids = random_ids(1, 20)
     _, cache = read(model, ids[:, :10])
     first = CacheCheckpoint(cache)
@@ -114,7 +114,7 @@ def test_a_cache_that_went_another_way_is_refused(pattern):
 
 @torch.no_grad()
 def test_a_cache_that_records_can_be_cropped_after_it_came_back():
-    model = make_student(pattern="beside")
+    model = make_hybrid(pattern="beside")
     ids = random_ids(1, 20)
     _, cache = read(model, ids)
     cache.activate_past_recording()
@@ -128,14 +128,14 @@ def test_a_cache_that_records_can_be_cropped_after_it_came_back():
 
 @torch.no_grad()
 def test_a_checkpoint_takes_as_much_after_any_number_of_tokens():
-    model = make_student(pattern="beside")
+    model = make_hybrid(pattern="beside")
     sizes = {CacheCheckpoint(model(random_ids(1, n), use_cache=True).cache).nbytes() for n in (30, 300)}
     assert len(sizes) == 1
 
 
 @torch.no_grad()
 def test_a_static_cache_is_refused():
-    model = make_student(pattern="beside")
+    model = make_hybrid(pattern="beside")
     cache = StaticCache(config=model.config, max_cache_len=32)
     model(random_ids(1, 4), cache=cache)
     with pytest.raises(ValueError, match="copy.deepcopy"):
@@ -148,7 +148,7 @@ def test_a_static_cache_is_refused():
 def test_a_copy_stands_for_itself(pattern, recording):
     if recording and pattern in ("window", "gemma") and not TAKES_DRAFTS_BACK:
         pytest.skip("before 5.18 a sliding window that records returns more keys than its mask has")
-    model = make_student(pattern=pattern)
+    model = make_hybrid(pattern=pattern)
     before = random_ids(2, 21)
     _, cache = read(model, before)
     if recording:
@@ -162,7 +162,7 @@ def test_a_copy_stands_for_itself(pattern, recording):
 @pytest.mark.parametrize("bits", [16, 8])
 @torch.no_grad()
 def test_a_cache_is_saved_and_loaded(pattern, bits):
-    model = make_student(pattern=pattern, full_attention_bits=bits, window_bits=bits)
+    model = make_hybrid(pattern=pattern, full_attention_bits=bits, window_bits=bits)
     before = random_ids(2, 21)
     file = io.BytesIO()
     torch.save(read(model, before)[1], file)

@@ -12,8 +12,8 @@ from transformers import StaticCache
 import modeling_llamba.kernels.flex as flex
 from modeling_llamba.mixers.selective_scan import selective_scan
 from tests.helpers.backends import use_backend
+from tests.helpers.hybrids import MIXERS, make_hybrid, trained_parameters
 from tests.helpers.scans import selective_inputs
-from tests.helpers.students import MIXERS, make_student, trained_parameters
 from tests.helpers.teachers import random_ids
 
 
@@ -59,7 +59,7 @@ LAYERS = {
 def test_one_graph_of_a_layer_for_three_lengths(name, backend):
     """Of as many groups of blocks, or chunks of a scan."""
     options, lengths = LAYERS[name]
-    model = make_student(pattern="beside-only", **ONE_LAYER | options)
+    model = make_hybrid(pattern="beside-only", **ONE_LAYER | options)
     layer, inputs = model.model.layers[0].mixer, []
     for length in lengths:
         hidden = torch.randn(2, length, model.config.hidden_size, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_one_graph_of_the_selective_scan_for_three_lengths():
 @pytest.mark.slow
 def test_one_graph_of_a_model_for_three_lengths():
     """Of every kind of layer."""
-    model, lengths = make_student(pattern="every"), (20, 25, 30)
+    model, lengths = make_hybrid(pattern="every"), (20, 25, 30)
     inputs = [(of_any_length(random_ids(2, length), lengths),) for length in lengths]
     compare(lambda ids: model(ids, use_cache=False).logits, trained_parameters(model), inputs, [1, 1, 1], "eager")
 
@@ -89,7 +89,7 @@ def test_one_graph_of_a_model_for_three_lengths():
 @pytest.mark.slow
 def test_packed_rows_are_compiled_in_parts():
     """Their number of blocks follows from what they hold, where the graph ends; the numbers are the same."""
-    model = make_student(pattern="beside-only", **ONE_LAYER)
+    model = make_hybrid(pattern="beside-only", **ONE_LAYER)
     compiled = torch.compile(model, backend="aot_eager")
     for lengths in ((20, 30), (9, 31), (45, 5)):
         ids, position_ids = random_ids(2, sum(lengths)), torch.cat([torch.arange(length) for length in lengths])
@@ -103,7 +103,7 @@ def test_packed_rows_are_compiled_in_parts():
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_and_its_gradients(name):
     """In one graph with that of the backward pass."""
-    model = make_student(pattern="beside-only", **ONE_LAYER | LAYERS[name][0])
+    model = make_hybrid(pattern="beside-only", **ONE_LAYER | LAYERS[name][0])
     layer, hidden = model.model.layers[0].mixer, torch.randn(2, 20, model.config.hidden_size, dtype=torch.float64)
     rotary = model.model.rotary_emb(hidden, torch.arange(20)[None])
     compare(layer, trained_parameters(layer), [(hidden, rotary)], [1], "aot_eager")
@@ -112,7 +112,7 @@ def test_a_layer_and_its_gradients(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer, pattern", [*((mixer, "hybrid") for mixer in MIXERS), ("none", "beside-only")])
 def test_inductor(mixer, pattern):
-    model, ids = make_student(mixer=mixer, pattern=pattern, dtype=torch.float32), random_ids(2, 20)
+    model, ids = make_hybrid(mixer=mixer, pattern=pattern, dtype=torch.float32), random_ids(2, 20)
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True)(ids, use_cache=False).logits
         torch.testing.assert_close(compiled, model(ids, use_cache=False).logits, rtol=1e-3, atol=1e-3)
@@ -127,7 +127,7 @@ def test_inductor(mixer, pattern):
 @torch.no_grad()
 def test_decoding_steps(options, cached, graphs):
     """One graph with a static cache, else a second for any number of tokens that went before."""
-    model, ids = make_student(**options), random_ids(1, 26)
+    model, ids = make_hybrid(**options), random_ids(1, 26)
     cache = None if cached is None else cached(config=model.config, max_cache_len=32)
     cache = model(ids[:, :20], cache=cache, use_cache=True).cache
     counter = CompileCounterWithBackend("aot_eager")
@@ -148,7 +148,7 @@ def use_flex(monkeypatch):
 
 @torch.no_grad()
 def test_flex_attention_is_not_compiled_for_every_length(monkeypatch):
-    model = make_student(pattern="beside-only", dtype=torch.float32, **ONE_LAYER)
+    model = make_hybrid(pattern="beside-only", dtype=torch.float32, **ONE_LAYER)
     counter = CompileCounterWithBackend("aot_eager")
     compiled, frames = torch.compile(flex_attention, backend=counter), []
     monkeypatch.setattr(flex, "compiled_flex_attention", lambda: compiled)
@@ -172,7 +172,7 @@ def test_flex_attention_stays_compiled_in_a_process_of_many_kinds(monkeypatch):
     flex.compiled_flex_attention.cache_clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=2):
         for dtype, cap in itertools.product((torch.float32, torch.bfloat16), (None, 9.0)):
-            model = make_student(pattern="beside-only", dtype=dtype, attn_logit_softcapping=cap, **ONE_LAYER)
+            model = make_hybrid(pattern="beside-only", dtype=dtype, attn_logit_softcapping=cap, **ONE_LAYER)
             with torch.inference_mode():
                 assert model(random_ids(1, 300)).logits.isfinite().all()
         assert counter.frame_count > torch._dynamo.config.recompile_limit
@@ -192,14 +192,14 @@ def test_flex_attention_stays_compiled_in_a_process_of_many_kinds(monkeypatch):
 )
 @torch.no_grad()
 def test_export(family, mixer, pattern):
-    model, ids, other = make_student(family, mixer, pattern), random_ids(2, 20), random_ids(2, 20, seed=5)
+    model, ids, other = make_hybrid(family, mixer, pattern), random_ids(2, 20), random_ids(2, 20, seed=5)
     program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
     torch.testing.assert_close(program.module()(input_ids=other, use_cache=False).logits, model(other).logits)
 
 
 @torch.no_grad()
 def test_export_for_any_number_of_sequences():
-    model, ids = make_student(pattern="shared", dtype=torch.float32), random_ids(2, 20)
+    model, ids = make_hybrid(pattern="shared", dtype=torch.float32), random_ids(2, 20)
     shapes = {"input_ids": {0: torch.export.Dim("batch", min=2, max=64)}, "use_cache": None}
     program = torch.export.export(
         model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes, strict=False

@@ -8,8 +8,8 @@ import torch
 from transformers import StaticCache
 
 from modeling_llamba.kernels.c.c_library import library
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.reading import read
-from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids
 
 ROWS, BEFORE, AFTER = 3, 27, 14
@@ -72,7 +72,7 @@ def test_a_cache_that_c_wrote(pattern, bits, do, monkeypatch):
     for name in ("mix_one", "open_rows"):
         monkeypatch.setattr(library(), name, counted(name))
     few_bits = dict(window_bits=bits, full_attention_bits=bits)
-    exact = make_student(pattern=pattern, head_dim=16, mixer_d_state=16, **few_bits)
+    exact = make_hybrid(pattern=pattern, head_dim=16, mixer_d_state=16, **few_bits)
     before = random_ids(ROWS, BEFORE)
     after = random_ids(ROWS, AFTER, seed=1)
     expected = do(exact, before, after)

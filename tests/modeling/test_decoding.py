@@ -11,8 +11,8 @@ from modeling_llamba.hybrid.naive import ssd_recurrence
 from modeling_llamba.mixers.ssd import ssd_scan, ssd_step
 from modeling_llamba.model import attention
 from modeling_llamba.model.attention import append_keys
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.scans import SHAPES, relative_error, ssd_inputs
-from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids
 
 
@@ -101,7 +101,7 @@ def test_gradients_of_queries_alone_are_right_after_more_tokens():
 
 @pytest.mark.parametrize("pattern", ["hybrid", "beside"])
 def test_generation_equals_that_of_a_concatenating_cache(monkeypatch, pattern):
-    model, ids = make_student(pattern=pattern), random_ids(2, 9)
+    model, ids = make_hybrid(pattern=pattern), random_ids(2, 9)
     options = dict(max_new_tokens=12, do_sample=False, use_cache=True)
     grown = model.generate(ids, **options)
     beams = model.generate(ids, num_beams=3, **options)
@@ -158,7 +158,7 @@ def test_a_packed_sequence_is_not_touched_by_its_neighbours():
 
 
 def test_a_plain_dynamic_cache_made_by_the_caller_grows_in_place():
-    model, ids = make_student(pattern="hybrid"), random_ids(1, 30)
+    model, ids = make_hybrid(pattern="hybrid"), random_ids(1, 30)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :10], cache=cache)

@@ -12,7 +12,7 @@ import modeling_llamba.kernels.flex as flex
 import modeling_llamba.model.sequences as sequences
 from modeling_llamba.hybrid.block_layout import GROUP
 from tests.helpers.backends import use_backend
-from tests.helpers.students import FAMILIES, student_config
+from tests.helpers.hybrids import FAMILIES, tiny_config
 
 aten = torch.ops.aten
 LENGTH = 60
@@ -62,7 +62,7 @@ class Watch(TorchDispatchMode):
 
 def on_meta(family, mixer, pattern, **overrides):
     with torch.device("meta"):
-        return FAMILIES[family][1](student_config(family, mixer, pattern, **overrides)).eval()
+        return FAMILIES[family][1](tiny_config(family, mixer, pattern, **overrides)).eval()
 
 
 @pytest.fixture(autouse=True)

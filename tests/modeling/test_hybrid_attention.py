@@ -19,7 +19,7 @@ from modeling_llamba.hybrid.inputs import HybridInputs
 from modeling_llamba.hybrid.naive import naive_hybrid_attention
 from modeling_llamba.model.attention import SoftmaxAttention
 from modeling_llamba.model.rotary import rotary_embedding
-from tests.helpers.students import make_student, student_config, trained_parameters
+from tests.helpers.hybrids import make_hybrid, tiny_config, trained_parameters
 from tests.helpers.teachers import LLAMA3_ROPE, MINISTRAL_ROPE, random_ids
 
 LENGTH = 83
@@ -96,7 +96,7 @@ WAYS = ["at once", "with gradients", "in segments", "gathered", "gathered in seg
 def example(name):
     """A layer, what a model hands it for two rows, and the naive output."""
     case = dict(CASES[name])
-    model = make_student(case.pop("family", "llamba"), pattern="beside-only", num_hidden_layers=1, **ONE_LAYER | case)
+    model = make_hybrid(case.pop("family", "llamba"), pattern="beside-only", num_hidden_layers=1, **ONE_LAYER | case)
     layer, seen = model.model.layers[0].mixer, []
     hook = layer.register_forward_hook(lambda layer, given, output: seen.append(given))
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_flex_attention_sees_the_same(name, way, monkeypatch, by_flex):
 @torch.no_grad()
 def test_the_first_window_is_the_teachers_attention(name):
     layer, (hidden, rotary, inputs), _ = example(name)
-    teacher = SoftmaxAttention(student_config(pattern="attention", hybrid_full_heads=None), 0).double()
+    teacher = SoftmaxAttention(tiny_config(pattern="attention", hybrid_full_heads=None), 0).double()
     teacher.config._attn_implementation = "sdpa"
     teacher.load_state_dict({key: t for key, t in layer.state_dict().items() if "proj" in key})
     expected, first = teacher(hidden, rotary)[0], min(layer.shape.window, LENGTH)
@@ -195,7 +195,7 @@ def test_gradients_are_those_of_the_equations(name, way, monkeypatch, window_by)
 
 
 def test_gradients_are_differences_of_outputs():
-    model = make_student(
+    model = make_hybrid(
         pattern="beside-only", num_hidden_layers=1, **ONE_LAYER, hidden_size=4, head_dim=4, num_attention_heads=2,
         num_key_value_heads=1, hybrid_rank=1, hybrid_salient=1, hybrid_sinks=1,
     )  # fmt: skip
@@ -252,7 +252,7 @@ def read(layer, query, state):
 @torch.no_grad()
 def test_a_gaussian_past_is_read_as_softmax_would():
     """The tilted mean, and with half the variance of the scores in c0 the log mass."""
-    layer = HybridAttention(student_config(pattern="beside-only", hybrid_state_planes=None), 0).double()
+    layer = HybridAttention(tiny_config(pattern="beside-only", hybrid_state_planes=None), 0).double()
     dim, past = 8, 40_000
     mix = torch.randn(2 * dim, 2 * dim, dtype=torch.float64) * 0.3
     keys, values = (torch.randn(2, past, 2 * dim, dtype=torch.float64) @ mix + 0.3).split(dim, dim=-1)
@@ -267,7 +267,7 @@ def test_a_gaussian_past_is_read_as_softmax_would():
 
 @torch.no_grad()
 def test_the_mass_is_linear_in_its_features():
-    model = make_student(pattern="beside-only", rope_parameters=PARTIAL_ROPE, hybrid_state_planes=1)
+    model = make_hybrid(pattern="beside-only", rope_parameters=PARTIAL_ROPE, hybrid_state_planes=1)
     layer = model.model.layers[0].mixer
     shape = (1, 2, 2, 3)  # rows, groups, key heads, blocks
     query, sums = (torch.randn(*shape, *more, dtype=torch.float64) for more in ((2, 2, 8), (9, 7)))
@@ -290,7 +290,7 @@ def test_positions_that_all_move_change_nothing():
 
 @torch.no_grad()
 def test_a_new_layer_reads_by_theory_and_changes_nothing_else():
-    config = student_config(pattern="beside-only", layer_rope=["main", "none"])
+    config = tiny_config(pattern="beside-only", layer_rope=["main", "none"])
     layers = [layer.mixer for layer in LlambaForCausalLM(config).model.layers]
     assert layers[0].mass.tolist() == [[0.0] + [1.0] * (1 + 2) + [0.0] * 4] * 4
     assert layers[1].mass.tolist() == [[0.0] + [1.0] * (1 + 4) + [0.0] * 4] * 2  # nothing turns; two heads kept
@@ -301,7 +301,7 @@ def test_a_new_layer_reads_by_theory_and_changes_nothing_else():
 def test_an_odd_number_of_rotated_dimensions():
     """Of 8 x 0.65 = 5 dimensions transformers makes three angles, so three planes are turned."""
     odd = PARTIAL_ROPE | {"partial_rotary_factor": 0.65}
-    model = make_student(pattern="beside-only", rope_parameters=odd)
+    model = make_hybrid(pattern="beside-only", rope_parameters=odd)
     assert len(model.model.rotary_emb.inv_freq) == model.config.rotary_planes == 3
 
 
@@ -399,4 +399,4 @@ def test_flex_attention_skips_no_block_that_a_query_sees(name, way, monkeypatch,
 )
 def test_contradictory_configurations_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        student_config(pattern="beside-only", **options)
+        tiny_config(pattern="beside-only", **options)

@@ -11,7 +11,7 @@ from convert.layout.cache import cache_bytes
 from modeling_llamba.compatibility import cache_of
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer
 from modeling_llamba.model.cache import cache_length, cache_nbytes, fit_cache, new_cache
-from tests.helpers.students import MIXERS, make_student, student_config, trained_parameters
+from tests.helpers.hybrids import MIXERS, make_hybrid, tiny_config, trained_parameters
 from tests.helpers.teachers import random_ids
 from tests.helpers.versions import KNOWS_WHAT_CAN_BE_CROPPED, recorded_windows
 
@@ -33,7 +33,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def student(variant):
-    return make_student(pattern="beside-only", **VARIANTS[variant])
+    return make_hybrid(pattern="beside-only", **VARIANTS[variant])
 
 
 def in_parts(model, parts, cache=None, **options):
@@ -202,7 +202,7 @@ def test_a_copy_of_a_cache_goes_its_own_way():
 def test_bytes_are_those_of_the_plan(variant, dtype):
     """From the first token on the same, but for the keys of kept heads; as convert/layout counts them."""
     teacher = {"teacher_layer_types": ["full_attention"] * 2}
-    model = make_student(pattern="beside-only", dtype=dtype, conversion=teacher, **VARIANTS[variant])
+    model = make_hybrid(pattern="beside-only", dtype=dtype, conversion=teacher, **VARIANTS[variant])
     cache, ids, sizes = model.new_cache(), random_ids(1, 60), []
     for part in ids.split([12] + [1] * 48, dim=1):
         model(part, cache=cache)
@@ -221,7 +221,7 @@ def test_bytes_are_those_of_the_plan(variant, dtype):
 @torch.no_grad()
 def test_the_first_window_is_the_teachers(padding):
     """And with it the logits, as long as no layer's window is full."""
-    hybrid, teacher = make_student(pattern="beside-only", hybrid_window=[16, 14]), make_student(pattern="attention")
+    hybrid, teacher = make_hybrid(pattern="beside-only", hybrid_window=[16, 14]), make_hybrid(pattern="attention")
     weights = {name.replace("mixer.", "self_attn."): t for name, t in hybrid.state_dict().items()}
     teacher.load_state_dict(weights, strict=False)
     ids, mask = random_ids(2, 30), torch.ones(2, 30, dtype=torch.long)
@@ -271,7 +271,7 @@ every_cropped = pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.
 
 def recording_student(name):
     pattern, options = CROPPED[name]
-    model = make_student(pattern=pattern, **options)
+    model = make_hybrid(pattern=pattern, **options)
     cache = model.new_cache()
     cache.activate_past_recording()
     return model, cache
@@ -367,7 +367,7 @@ def test_a_crop_after_rows_changed_places(name):
 @torch.no_grad()
 def test_tokens_that_were_not_recorded_are_not_taken_back(name):
     pattern, options = CROPPED[name]
-    model, ids = make_student(pattern=pattern, **options), random_ids(1, 12)
+    model, ids = make_hybrid(pattern=pattern, **options), random_ids(1, 12)
     cache = model(ids, use_cache=True).cache
     if KNOWS_WHAT_CAN_BE_CROPPED:
         assert not cache.is_croppable
@@ -382,7 +382,7 @@ def test_tokens_that_were_not_recorded_are_not_taken_back(name):
 @torch.no_grad()
 def test_a_cache_made_before_recording_records_when_it_is_fitted():
     """transformers makes the cache, asks it to record, and only then hands it to the model."""
-    model, ids = make_student(pattern="beside"), random_ids(1, 20)
+    model, ids = make_hybrid(pattern="beside"), random_ids(1, 20)
     plain = DynamicCache(config=model.config)
     plain.activate_past_recording()
     fit_cache(plain, model.config)
@@ -396,10 +396,10 @@ def test_a_cache_made_before_recording_records_when_it_is_fitted():
 
 
 def test_caches_of_other_models_are_refused():
-    model = make_student(pattern="beside-only")
+    model = make_hybrid(pattern="beside-only")
     with pytest.raises(ValueError, match="cache made for them"):
-        model(random_ids(1, 4), cache=new_cache(student_config(pattern="beside")))
-    other = make_student(pattern="attention")
+        model(random_ids(1, 4), cache=new_cache(tiny_config(pattern="beside")))
+    other = make_hybrid(pattern="attention")
     begun = other(random_ids(1, 4), use_cache=True).cache
     with pytest.raises(ValueError, match="keys of another model"):
         model(random_ids(1, 1), cache=begun)

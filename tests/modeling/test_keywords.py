@@ -11,7 +11,7 @@ from transformers.utils import TransformersKwargs
 from modeling_llamba.compatibility import CACHE_NAME
 from modeling_llamba.model.cache import StaticRows
 from modeling_llamba.model.hybrid_model import FOLLOWED, WITHOUT_EFFECT
-from tests.helpers.students import FAMILIES, make_student
+from tests.helpers.hybrids import FAMILIES, make_hybrid
 from tests.helpers.teachers import random_ids
 from tests.helpers.versions import KNOWS_WHAT_CAN_BE_CROPPED
 
@@ -23,7 +23,7 @@ PATTERNS = ["beside", "pure", "attention"]
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
 def test_a_cache_has_two_names(family, pattern):
-    model, ids = make_student(family, pattern=pattern), random_ids(1, 30)
+    model, ids = make_hybrid(family, pattern=pattern), random_ids(1, 30)
     whole = model(ids).logits[:, 20:]
     made = model.generate(ids, max_new_tokens=5, **GREEDY)
     for name in ("cache", "past_key_values"):
@@ -41,7 +41,7 @@ def test_a_cache_has_two_names(family, pattern):
 
 
 def test_no_keyword_is_swallowed():
-    model, ids = make_student(pattern="beside"), random_ids(1, 8)
+    model, ids = make_hybrid(pattern="beside"), random_ids(1, 8)
     known = {*inspect.signature(LlamaForCausalLM.forward).parameters, *TransformersKwargs.__optional_keys__}
     known -= {"self", "kwargs"}
     assert {CACHE_NAME, "is_causal", "cu_seq_lens_q", "logits_to_keep"} <= known  # it is not blind
@@ -65,7 +65,7 @@ def test_no_keyword_is_swallowed():
 @torch.no_grad()
 def test_a_mask_of_four_dimensions_is_followed_or_refused(pattern):
     """Of two texts that do not see each other, though their positions go on."""
-    model, ids = make_student(pattern=pattern), random_ids(1, 12)
+    model, ids = make_hybrid(pattern=pattern), random_ids(1, 12)
     text = torch.arange(12) // 6
     mask = (text[:, None] == text[None]) & torch.ones(12, 12, dtype=torch.bool).tril()
     if pattern == "attention":
@@ -81,14 +81,14 @@ def test_a_mask_of_four_dimensions_is_followed_or_refused(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
 def test_generation_from_embeddings(family, pattern):
-    model, ids = make_student(family, pattern=pattern), random_ids(2, 9)
+    model, ids = make_hybrid(family, pattern=pattern), random_ids(2, 9)
     embedded = model.get_input_embeddings()(ids)
     made = model.generate(inputs_embeds=embedded, max_new_tokens=6, **GREEDY)
     assert torch.equal(made, model.generate(ids, max_new_tokens=6, **GREEDY)[:, 9:])
 
 
 def test_an_early_exit_leaves_the_model_whole():
-    model, ids = make_student(pattern="beside"), random_ids(1, 9)
+    model, ids = make_hybrid(pattern="beside"), random_ids(1, 9)
     expected = model.generate(ids, max_new_tokens=5, **GREEDY)
     with pytest.raises(ValueError, match="assistant_early_exit"):
         model.generate(ids, max_new_tokens=5, assistant_early_exit=2, **GREEDY)
@@ -96,7 +96,7 @@ def test_an_early_exit_leaves_the_model_whole():
 
 
 def test_checkpointed_layers_fill_no_cache_twice():
-    model, ids = make_student(pattern="beside").train(), random_ids(1, 9)
+    model, ids = make_hybrid(pattern="beside").train(), random_ids(1, 9)
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="twice"):
         model(ids, cache=DynamicCache(), labels=ids)
@@ -109,7 +109,7 @@ def test_checkpointed_layers_fill_no_cache_twice():
 def test_a_crop_in_the_wrong_direction_changes_nothing(pattern, count):
     if pattern == "attention" and not KNOWS_WHAT_CAN_BE_CROPPED:
         pytest.skip("before 5.17 a positive number is how many tokens stay in transformers' own layers")
-    model, ids = make_student(pattern=pattern), random_ids(1, 20)
+    model, ids = make_hybrid(pattern=pattern), random_ids(1, 20)
     cache = model.new_cache()
     cache.activate_past_recording()
     model(ids[:, :15], cache=cache)
@@ -129,7 +129,7 @@ FEW_BITS = dict(
 @torch.no_grad()
 def test_static_rows_of_few_bits_that_are_made_early():
     """By a prompt in chunks, and by hand."""
-    model, ids = make_student(**FEW_BITS), random_ids(1, 40)
+    model, ids = make_hybrid(**FEW_BITS), random_ids(1, 40)
     options = dict(max_new_tokens=6, cache_implementation="static", disable_compile=True, **GREEDY)
     expected = model.generate(ids, max_new_tokens=6, **GREEDY)
     assert torch.equal(model.generate(ids, **options), expected)
@@ -144,7 +144,7 @@ def test_static_rows_of_few_bits_that_are_made_early():
 @torch.no_grad()
 def test_static_caches_of_other_models_are_refused():
     """One that holds keys already, and one whose layer for attention is of another kind."""
-    model, other = make_student(**FEW_BITS), make_student(**FEW_BITS | dict(window_bits=16, full_attention_bits=16))
+    model, other = make_hybrid(**FEW_BITS), make_hybrid(**FEW_BITS | dict(window_bits=16, full_attention_bits=16))
     cache = StaticCache(config=other.config, max_cache_len=60)
     other(random_ids(1, 8), cache=cache)
     with pytest.raises(ValueError, match="holds keys of another model"):
@@ -156,13 +156,13 @@ def test_static_caches_of_other_models_are_refused():
 
 
 def test_a_way_to_run_experts_is_refused_where_there_are_none(tmp_path):
-    make_student().save_pretrained(tmp_path)
+    make_hybrid().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no experts"):
         AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="grouped_mm")
 
 
 def test_a_norms_epsilon_can_be_set():
     for family in FAMILIES:
-        config = make_student(family).config
+        config = make_hybrid(family).config
         config.norm_eps = 0.25
         assert 0.25 in (getattr(config, "rms_norm_eps", None), getattr(config, "layer_norm_eps", None))

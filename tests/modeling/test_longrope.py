@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from convert import convert
 from convert.tools.chat import Conversation
 from modeling_llamba.compatibility import cache_of
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.padding import left_padded
-from tests.helpers.students import make_student
 from tests.helpers.teachers import LONGROPE, make_teacher, random_ids
 from tests.helpers.tiny_chat import save_chat_teacher
 from tests.helpers.versions import drafts, phi3_reads_again
@@ -20,7 +20,7 @@ EXACT = dict(rtol=0, atol=1e-5)
 
 
 def longrope_student(pattern, **overrides):
-    return make_student(pattern=pattern, rope_parameters=dict(ROPE), **overrides)
+    return make_hybrid(pattern=pattern, rope_parameters=dict(ROPE), **overrides)
 
 
 def generated(model, ids, **options):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.helpers.students import MIXERS, make_student
+from tests.helpers.hybrids import MIXERS, make_hybrid
 
 
 def mixer_and_input(mixer, length=21, **overrides):
-    model = make_student(mixer=mixer, pattern="pure", **overrides)
+    model = make_hybrid(mixer=mixer, pattern="pure", **overrides)
     u = torch.randn(2, length, model.config.hidden_size, dtype=torch.float64)
     position_embeddings = model.model.rotary_emb(u, torch.arange(length)[None])
     return model.model.layers[0].mixer, u, position_embeddings

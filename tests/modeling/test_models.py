@@ -6,8 +6,8 @@ from transformers import DynamicCache
 
 from modeling_llamba.compatibility import cache_of
 from modeling_llamba.model.cache import RecurrentCache
+from tests.helpers.hybrids import FAMILIES, MIXERS, PATTERNS, make_hybrid
 from tests.helpers.padding import left_padded
-from tests.helpers.students import FAMILIES, MIXERS, PATTERNS, make_student
 from tests.helpers.teachers import random_ids
 
 CLOSE = dict(rtol=1e-4, atol=5e-5)  # the rotary angles are float32; a leak shows at 1e-2
@@ -35,7 +35,7 @@ every_case = pytest.mark.parametrize("family, mixer, pattern", CASES)
 @every_case
 @torch.no_grad()
 def test_prefill_chunks_and_single_tokens_agree(family, mixer, pattern):
-    model = make_student(family, mixer, pattern)
+    model = make_hybrid(family, mixer, pattern)
     ids = random_ids(2, 40)
     whole = model(ids, use_cache=False).logits
     out, parts = None, []
@@ -54,7 +54,7 @@ def test_prefill_chunks_and_single_tokens_agree(family, mixer, pattern):
 @every_case
 @torch.no_grad()
 def test_left_padding_does_not_change_logits(family, mixer, pattern):
-    model = make_student(family, mixer, pattern)
+    model = make_hybrid(family, mixer, pattern)
     ids = random_ids(2, 23)
     padded, mask = left_padded(ids, 6)
     whole = model(ids).logits
@@ -74,11 +74,11 @@ def test_left_padding_does_not_change_logits(family, mixer, pattern):
 @torch.no_grad()
 def test_capped_scores_padded_and_token_by_token():
     """In float32, since transformers' eager attention, which alone knows a cap here, has no float64 for padding."""
-    model = make_student(pattern="gemma", attn_logit_softcapping=2.0, dtype=torch.float32)
+    model = make_hybrid(pattern="gemma", attn_logit_softcapping=2.0, dtype=torch.float32)
     ids, cache, steps = random_ids(2, 23), None, []
     padded, mask = left_padded(ids, 6)
     whole = model(ids).logits
-    assert not torch.allclose(whole, make_student(pattern="gemma", dtype=torch.float32)(ids).logits, atol=1e-2)
+    assert not torch.allclose(whole, make_hybrid(pattern="gemma", dtype=torch.float32)(ids).logits, atol=1e-2)
     torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 6:], whole, rtol=1e-3, atol=1e-4)
     for t in range(padded.shape[1]):
         out = model(padded[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache, use_cache=True)
@@ -90,7 +90,7 @@ def test_capped_scores_padded_and_token_by_token():
 @every_case
 @torch.no_grad()
 def test_packed_sequences_do_not_leak(family, mixer, pattern):
-    model = make_student(family, mixer, pattern)
+    model = make_hybrid(family, mixer, pattern)
     lengths = [11, 1, 20, 5]
     ids = random_ids(1, sum(lengths))
     alone = torch.cat([model(part).logits for part in ids.split(lengths, dim=1)], dim=1)
@@ -112,7 +112,7 @@ def test_packed_sequences_do_not_leak(family, mixer, pattern):
 @torch.no_grad()
 def test_packed_and_padded_rows_do_not_leak(family, mixer, pattern):
     """A row of two sequences and right padding beside a row of one, told by restarting positions or by ids."""
-    model = make_student(family, mixer, pattern)
+    model = make_hybrid(family, mixer, pattern)
     first, second, other = random_ids(1, 9), random_ids(1, 7, seed=1), random_ids(1, 20, seed=2)
     ids = torch.cat([torch.cat([first, second, torch.zeros(1, 4, dtype=torch.long)], 1), other])
     mask = torch.ones_like(ids)
@@ -127,7 +127,7 @@ def test_packed_and_padded_rows_do_not_leak(family, mixer, pattern):
 
 
 def test_packing_with_a_cache_is_refused():
-    model = make_student()
+    model = make_hybrid()
     cache = model(random_ids(1, 4), use_cache=True).cache
     with pytest.raises(ValueError, match="no single state"):
         model(random_ids(1, 8), seq_idx=torch.arange(8)[None] // 4, cache=cache)
@@ -135,13 +135,13 @@ def test_packing_with_a_cache_is_refused():
 
 def test_packing_that_does_not_fit_the_batch_is_refused():
     with pytest.raises(ValueError, match="cu_seqlens packs one row"):
-        make_student()(random_ids(2, 8), cu_seqlens=torch.tensor([0, 4, 8]))
+        make_hybrid()(random_ids(2, 8), cu_seqlens=torch.tensor([0, 4, 8]))
 
 
 @every_case
 def test_right_padding_in_training(family, mixer, pattern):
     """Loss and gradients of a right-padded batch are those of its rows alone."""
-    model = make_student(family, mixer, pattern)
+    model = make_hybrid(family, mixer, pattern)
     short, long = random_ids(1, 9), random_ids(1, 21, seed=1)
     ids = torch.zeros(2, 21, dtype=torch.long)
     ids[0, :9], ids[1] = short, long
@@ -162,7 +162,7 @@ def test_right_padding_in_training(family, mixer, pattern):
 @every_case
 @torch.no_grad()
 def test_batched_generation_equals_one_at_a_time(family, mixer, pattern):
-    model = make_student(family, mixer, pattern)
+    model = make_hybrid(family, mixer, pattern)
     prompts = [random_ids(1, n, seed=n) for n in (3, 8, 14)]
     width = 14
     ids = torch.cat([left_padded(p, width - p.shape[1])[0] for p in prompts])
@@ -185,7 +185,7 @@ def test_batched_generation_equals_one_at_a_time(family, mixer, pattern):
 )
 @torch.no_grad()
 def test_beam_search_and_sampling(family, mixer, pattern):
-    model = make_student(family, mixer, pattern)
+    model = make_hybrid(family, mixer, pattern)
     ids = random_ids(2, 9)
     options = dict(max_new_tokens=8, eos_token_id=None, num_beams=3, do_sample=False)
     with_cache = model.generate(ids, **options)
@@ -200,7 +200,7 @@ def test_beam_search_and_sampling(family, mixer, pattern):
 @pytest.mark.parametrize("pattern", ["pure", "hybrid", "window", "beside"])
 @torch.no_grad()
 def test_static_cache_generates_the_same(family, pattern):
-    model = make_student(family, pattern=pattern)
+    model = make_hybrid(family, pattern=pattern)
     ids = random_ids(2, 9)
     options = dict(max_new_tokens=8, eos_token_id=None, do_sample=False)
     static = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
@@ -211,7 +211,7 @@ def test_static_cache_generates_the_same(family, pattern):
 @pytest.mark.parametrize("pattern", ["pure", "hybrid", "attention", "beside"])
 @torch.no_grad()
 def test_generation_continues_from_a_returned_cache(family, pattern):
-    model = make_student(family, pattern=pattern)
+    model = make_hybrid(family, pattern=pattern)
     ids = random_ids(1, 10)
     options = dict(max_new_tokens=5, eos_token_id=None, do_sample=False)
     first = model.generate(ids, return_dict_in_generate=True, **options)
@@ -223,7 +223,7 @@ def test_generation_continues_from_a_returned_cache(family, pattern):
 
 @torch.no_grad()
 def test_caches_are_transformers_own():
-    hybrid, pure = make_student(), make_student(pattern="pure")
+    hybrid, pure = make_hybrid(), make_hybrid(pattern="pure")
     ids = random_ids(2, 7)
     cache = hybrid(ids, use_cache=True).cache
     assert type(cache) is DynamicCache
@@ -245,7 +245,7 @@ def test_caches_are_transformers_own():
 def test_positions_count_on_through_a_cache():
     """Trap: restarting positions at 0 with a cache moves every rotary embedding."""
     for pattern in ("pure", "hybrid", "beside"):
-        model = make_student(pattern=pattern)
+        model = make_hybrid(pattern=pattern)
         ids = random_ids(1, 20)
         out = model(ids[:, :12], use_cache=True)
         implied = model(ids[:, 12:], cache=out.cache).logits
@@ -258,7 +258,7 @@ def test_positions_count_on_through_a_cache():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_state_stays_float32_in_half_precision(mixer, dtype):
-    model = make_student(mixer=mixer).to(dtype)
+    model = make_hybrid(mixer=mixer).to(dtype)
     ids = random_ids(1, 30)
     out = model(ids[:, :20], use_cache=True)
     for token in ids[:, 20:].split(1, dim=1):
@@ -271,7 +271,7 @@ def test_state_stays_float32_in_half_precision(mixer, dtype):
 @every_case
 @torch.no_grad()
 def test_eager_and_sdpa_agree_and_report(family, mixer, pattern):
-    model = make_student(family, mixer, pattern)
+    model = make_hybrid(family, mixer, pattern)
     ids = random_ids(2, 15)
     sdpa = model(ids).logits
     model.set_attn_implementation("eager")
@@ -287,7 +287,7 @@ def test_eager_and_sdpa_agree_and_report(family, mixer, pattern):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inputs_embeds_and_logits_to_keep(family):
-    model = make_student(family)
+    model = make_hybrid(family)
     ids = random_ids(2, 9)
     whole = model(ids).logits
     torch.testing.assert_close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, whole)

@@ -22,8 +22,8 @@ from transformers.utils import logging
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from modeling_llamba.model.cache import MixerLayer, cache_length
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.padding import left_padded
-from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids
 from tests.helpers.tiny_chat import chat_tokenizer
 from tests.helpers.tokenizers import tokenizer
@@ -37,7 +37,7 @@ GREEDY = dict(do_sample=False, eos_token_id=None)
 @torch.no_grad()
 def test_a_dynamic_cache_made_by_hand(pattern, configured):
     """Without a configuration, as many programs make it, and with one, for passes and for generation."""
-    model, ids = make_student(pattern=pattern), random_ids(2, 30)
+    model, ids = make_hybrid(pattern=pattern), random_ids(2, 30)
     config = model.config if configured else None
     cache = DynamicCache(config=config)
     parts = [model(part, cache=cache, use_cache=True).logits for part in ids.split([20, 1, 9], dim=1)]
@@ -50,7 +50,7 @@ def test_a_dynamic_cache_made_by_hand(pattern, configured):
 
 @pytest.mark.parametrize("pattern", ["beside", "pure", "attention"])
 def test_caches_of_other_kinds_are_refused(pattern):
-    model, ids = make_student(pattern=pattern), random_ids(1, 5)
+    model, ids = make_hybrid(pattern=pattern), random_ids(1, 5)
     of_two = EncoderDecoderCache(DynamicCache(), DynamicCache())
     for call in (model, model.generate):
         with pytest.raises(ValueError, match="must be a DynamicCache or a StaticCache, not EncoderDecoderCache"):
@@ -65,7 +65,7 @@ def test_caches_of_other_kinds_are_refused(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
 def test_rows_of_a_cache_are_selected_and_repeated(pattern):
-    model, ids = make_student(pattern=pattern), random_ids(3, 24)
+    model, ids = make_hybrid(pattern=pattern), random_ids(3, 24)
     one = model(ids[:, :20], use_cache=True).cache
     one.batch_select_indices(torch.tensor([2, 0]))
     one.batch_repeat_interleave(2)
@@ -83,7 +83,7 @@ def test_nothing_to_select_before_the_first_token():
 
 def test_attentions_that_are_left_out_are_said(caplog):
     """Once, however many passes there are."""
-    ids, mixed = random_ids(1, 12), make_student(pattern="every", attn_implementation="eager")
+    ids, mixed = random_ids(1, 12), make_hybrid(pattern="every", attn_implementation="eager")
     logging.warning_once.cache_clear()
     for _ in range(2):
         found = mixed(ids, output_attentions=True).attentions
@@ -91,13 +91,13 @@ def test_attentions_that_are_left_out_are_said(caplog):
         assert found[0].shape[-2:] == (12, 12)
     assert sum("2 of 3 layers are mixers or hybrid layers" in message for message in caplog.messages) == 1
     with pytest.raises(ValueError, match="no layer of this model has a matrix of attention probabilities"):
-        make_student(pattern="beside-only")(ids, output_attentions=True)
+        make_hybrid(pattern="beside-only")(ids, output_attentions=True)
 
 
 @pytest.mark.parametrize("family, pattern", [("llamba", "every"), ("phimamba", "beside")])
 def test_smoothed_labels_are_those_of_the_next_tokens(family, pattern, tmp_path):
     """transformers' Trainer shifts them for the classes that it knows by name."""
-    model, ids = make_student(family, pattern=pattern), random_ids(2, 12)
+    model, ids = make_hybrid(family, pattern=pattern), random_ids(2, 12)
     arguments = TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
     found = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
     torch.testing.assert_close(found, LabelSmoother(0.1)(model(ids), ids, shift_labels=True))
@@ -127,7 +127,7 @@ def test_reward_models_are_trained_saved_and_loaded(tmp_path):
 
 def trained_reward_model(family, pattern, folder):
     """Train a reward model and save it to folder / "reward", with ids in ids.pt; return their scores."""
-    hybrid = make_student(family, pattern=pattern, dtype=torch.float32, pad_token_id=0)
+    hybrid = make_hybrid(family, pattern=pattern, dtype=torch.float32, pad_token_id=0)
     hybrid.save_pretrained(folder / "hybrid")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "hybrid", num_labels=1)
     for name, parameter in model.model.named_parameters():
@@ -156,14 +156,14 @@ def trained_reward_model(family, pattern, folder):
 def test_few_bits_need_no_flag(tmp_path):
     """A pipeline, lm-eval and TRL round keys and values as the checkpoint's configuration says."""
     bits = dict(window_bits=[6, 4], full_attention_bits=[4, 2])
-    model = make_student(pattern="beside-only", dtype=torch.float32, head_dim=16, pad_token_id=0, **bits)
+    model = make_hybrid(pattern="beside-only", dtype=torch.float32, head_dim=16, pad_token_id=0, **bits)
     model.save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     ids = random_ids(1, 40)
     words = [f"w{i}" for i in ids[0].tolist()]
     text = " ".join(words)
     logits = model(ids).logits
-    whole = make_student(pattern="beside-only", dtype=torch.float32, head_dim=16)(ids).logits
+    whole = make_hybrid(pattern="beside-only", dtype=torch.float32, head_dim=16)(ids).logits
     assert (logits - whole).abs().max() > 1e-2
 
     generated = pipeline("text-generation", model=str(tmp_path), device="cpu")(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import random_ids
 
 GREEDY = dict(do_sample=False, eos_token_id=None)
@@ -69,7 +69,7 @@ def unpacked_weight(module):
 @torch.no_grad()
 def test_quantised_weights_beside_a_cache_in_few_bits(quantise, pattern, bits, tmp_path):
     """Weights in 8 bits: the same as these weights unpacked, by steps as in one pass."""
-    student = make_student(pattern=pattern, dtype=torch.float32, window_bits=bits, full_attention_bits=bits)
+    student = make_hybrid(pattern=pattern, dtype=torch.float32, window_bits=bits, full_attention_bits=bits)
     student.save_pretrained(tmp_path)
     quantised = quantise(tmp_path, student)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)

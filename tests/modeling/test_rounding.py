@@ -9,7 +9,7 @@ from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.model import attention
 from modeling_llamba.model.config_values import CACHE_BITS
 from modeling_llamba.model.rotary import rotate_keys, rotate_queries
-from tests.helpers.students import make_student, trained_parameters
+from tests.helpers.hybrids import make_hybrid, trained_parameters
 from tests.helpers.teachers import random_ids
 
 MIXED = dict(
@@ -60,10 +60,10 @@ def test_sixteen_bits_change_nothing(dtype):
 
 @torch.no_grad()
 def test_a_prompt_is_its_steps_and_its_chunks():
-    model = make_student(**MIXED).double().eval()
+    model = make_hybrid(**MIXED).double().eval()
     ids = random_ids(2, 45)
     expected = model(ids, use_cache=False).logits
-    rounded_less = make_student(**MIXED | dict(full_attention_bits=16, window_bits=16)).double().eval()
+    rounded_less = make_hybrid(**MIXED | dict(full_attention_bits=16, window_bits=16)).double().eval()
     assert (rounded_less(ids, use_cache=False).logits - expected).abs().max() > 1e-3
     for sizes in ([1] * 45, [45], [20, 1, 13, 11]):
         cache, found = None, []
@@ -78,7 +78,7 @@ def test_a_prompt_is_its_steps_and_its_chunks():
 @torch.no_grad()
 def test_softmax_attention_against_each_token_written_out(index, window, bits):
     """Layers that keep all of their attention, in full and in the teacher's own window, in float64."""
-    model = make_student(**MIXED)
+    model = make_hybrid(**MIXED)
     layer = model.model.layers[index].self_attn
     calls = []
     layer.register_forward_hook(lambda module, arguments, output: calls.append((*arguments[:2], output[0])))
@@ -105,7 +105,7 @@ def test_softmax_attention_against_each_token_written_out(index, window, bits):
 @torch.no_grad()
 def test_heads_are_taken_out_of_their_rows_in_parts(implementation, monkeypatch):
     """Behind padding; eager attention returns its probabilities, too."""
-    model = make_student(**MIXED).float().eval()  # eager attention's masks are none in float64
+    model = make_hybrid(**MIXED).float().eval()  # eager attention's masks are none in float64
     model.set_attn_implementation(implementation)
     ids = random_ids(2, 46)
     mask = torch.ones_like(ids)
@@ -132,7 +132,7 @@ def test_heads_are_taken_out_of_their_rows_in_parts(implementation, monkeypatch)
 @pytest.mark.parametrize("recording", [False, True])
 def test_a_static_cache_holds_rows_too(recording):
     """Also where a gradient might be wanted, as in a pass without `torch.no_grad`."""
-    model = make_student(**MIXED).double().eval()
+    model = make_hybrid(**MIXED).double().eval()
     ids = random_ids(1, 40)
     cache = StaticCache(config=model.config, max_cache_len=64)
     with torch.set_grad_enabled(recording):
@@ -143,7 +143,7 @@ def test_a_static_cache_holds_rows_too(recording):
 
 
 def test_gradients_pass_the_rounding():
-    model = make_student(**MIXED).double().train()
+    model = make_hybrid(**MIXED).double().train()
     ids = random_ids(1, 40)
     with_cache = torch.autograd.grad(model(ids, use_cache=True).logits.square().mean(), trained_parameters(model))
     without = torch.autograd.grad(model(ids, use_cache=False).logits.square().mean(), trained_parameters(model))
@@ -155,7 +155,7 @@ def test_gradients_pass_the_rounding():
 
 def test_a_quantised_cache_of_transformers_is_refused():
     with pytest.raises(ValueError, match=r"needs no cache_implementation='quantized'.*full_attention_bits \[6, 4\]"):
-        make_student(**MIXED).generate(random_ids(1, 5), cache_implementation="quantized", max_new_tokens=2)
+        make_hybrid(**MIXED).generate(random_ids(1, 5), cache_implementation="quantized", max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -168,4 +168,4 @@ def test_a_quantised_cache_of_transformers_is_refused():
 )
 def test_impossible_bits_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        make_student(**MIXED | fields)
+        make_hybrid(**MIXED | fields)

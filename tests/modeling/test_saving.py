@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_llamba.model.hybrid_config import FORMAT_VERSION
 from tests.helpers.before import BEFORE
-from tests.helpers.students import FAMILIES, make_student, student_config
+from tests.helpers.hybrids import FAMILIES, make_hybrid, tiny_config
 from tests.helpers.teachers import LONGROPE, random_ids
 from tests.helpers.versions import states_before
 
@@ -74,13 +74,13 @@ def code_in(folder):
 @pytest.mark.parametrize(
     "pattern, mixer, written",
     [
-        ("beside-only", "discrete_mamba2", {"mixer_backend"}),
-        ("beside-only", "none", {"mixer", "mixer_backend"}),
-        ("beside", "mamba2", {"mixer", "mixer_backend", "mixer_d_state"}),
+        ("beside-only", "discrete_mamba2", set()),
+        ("beside-only", "none", {"mixer"}),
+        ("beside", "mamba2", {"mixer", "mixer_d_state"}),
     ],
 )
 def test_fields_of_mixers_are_written_where_there_are_mixers(pattern, mixer, written):
-    config = student_config(mixer=mixer, pattern=pattern)
+    config = tiny_config(mixer=mixer, pattern=pattern)
     fields = json.loads(config.to_json_string())
     found = {name for name in fields if name.startswith("mixer")}
     if pattern == "beside":
@@ -102,7 +102,7 @@ def saved(tmp_path_factory):
     cases = [(family, "discrete_mamba2", "beside") for family in FAMILIES]
     cases += [("llamba", "mamba2", "hybrid"), ("phimamba", "mamba1", "hybrid")]
     for family, mixer, pattern in cases:
-        model, ids = make_student(family, mixer, pattern, dtype=torch.float32), random_ids(2, 9)
+        model, ids = make_hybrid(family, mixer, pattern, dtype=torch.float32), random_ids(2, 9)
         folders.append(root / f"{family}-{mixer}-{pattern}")
         model.save_pretrained(folders[-1])
         with torch.no_grad():
@@ -160,7 +160,7 @@ def test_pushing_uploads_the_code_with_the_configuration(tmp_path, monkeypatch):
         uploaded.append((repo_id, sorted(path.name for path in (tmp_path / "upload").iterdir())))
 
     monkeypatch.setattr(LlambaConfig, "push_to_hub", pushed)
-    config = student_config()
+    config = tiny_config()
     config.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="me/hybrid", private=True)
     assert uploaded == [("me/hybrid", sorted(path.name for path in (tmp_path / "local").iterdir()))]
     assert "ship_code.py" in uploaded[0][1]
@@ -170,7 +170,7 @@ def test_a_trained_adapter_goes_on_a_checkpoint_that_a_trainer_wrote(tmp_path):
     """What TRL and PEFT write in the middle of training: whole models with code, adapters without."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    model, ids = make_student("phimamba", dtype=torch.float32), random_ids(1, 7)
+    model, ids = make_hybrid("phimamba", dtype=torch.float32), random_ids(1, 7)
     model.save_pretrained(tmp_path / "base")
     lora = LoraConfig(r=2, target_modules=["in_proj"], modules_to_save=["conv1d"], init_lora_weights=False)
     adapted = get_peft_model(model, lora).eval()
@@ -227,7 +227,7 @@ def test_hybrids_from_before_load_with_the_code_that_they_carry_alone(saved, fam
 
 @pytest.mark.parametrize("layer_types", [["hybrid"] * 2, ["linear_attention"] * 2])
 def test_a_format_of_later_is_refused(layer_types):
-    fields = student_config(layer_types=layer_types, hybrid_full_heads=None).to_dict()
+    fields = tiny_config(layer_types=layer_types, hybrid_full_heads=None).to_dict()
     assert fields["format_version"] == FORMAT_VERSION
     assert LlambaConfig.from_dict(fields).layer_types == layer_types
     with pytest.raises(ValueError, match=f"has format {FORMAT_VERSION + 1}; .* reads format {FORMAT_VERSION}"):
@@ -236,7 +236,7 @@ def test_a_format_of_later_is_refused(layer_types):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_auto_classes_know_the_installed_package(family, tmp_path):
-    model = make_student(family, dtype=torch.float32)
+    model = make_hybrid(family, dtype=torch.float32)
     model.save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is FAMILIES[family][0]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -248,7 +248,7 @@ def test_auto_classes_know_the_installed_package(family, tmp_path):
 
 
 def test_shards_and_tied_embeddings(tmp_path):
-    model = make_student(dtype=torch.float32, tie_word_embeddings=True)
+    model = make_hybrid(dtype=torch.float32, tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -263,7 +263,7 @@ def test_shards_and_tied_embeddings(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_resizing_the_vocabulary(family, tied):
-    model = make_student(family, dtype=torch.float32, tie_word_embeddings=tied, lm_head_bias=not tied)
+    model = make_hybrid(family, dtype=torch.float32, tie_word_embeddings=tied, lm_head_bias=not tied)
     before = model(random_ids(1, 6)).logits
     model.resize_token_embeddings(140, mean_resizing=False)
     after = model(random_ids(1, 6)).logits
@@ -276,7 +276,7 @@ def test_resizing_the_vocabulary(family, tied):
 @pytest.mark.parametrize("pattern", ["hybrid", "beside-only"])
 def test_device_map_and_offload_to_disk(pattern, tmp_path):
     """Parameters without a gradient, such as a hybrid layer's salience, come from the disk, too."""
-    model = make_student(pattern=pattern, dtype=torch.float32)
+    model = make_hybrid(pattern=pattern, dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
     ids = random_ids(1, 30)
     everything = LlambaForCausalLM.from_pretrained(tmp_path / "model", device_map={"": "cpu"})
@@ -293,19 +293,19 @@ def test_device_map_and_offload_to_disk(pattern, tmp_path):
 
 
 def test_loading_in_half_precision_keeps_values(tmp_path):
-    make_student(dtype=torch.float32).save_pretrained(tmp_path)
+    make_hybrid(dtype=torch.float32).save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     model = LlambaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for name, value in stored.items():
         assert torch.equal(model.state_dict()[name], value.bfloat16()), name
-    rotary = make_student(dtype=torch.float32).model.rotary_emb.inv_freq
+    rotary = make_hybrid(dtype=torch.float32).model.rotary_emb.inv_freq
     torch.testing.assert_close(model.model.rotary_emb.inv_freq.float(), rotary)
 
 
 def test_a_fresh_model_starts_open():
     """Identity convolution, open gate: what the papers start from."""
     torch.manual_seed(0)
-    mixer = LlambaForCausalLM(student_config()).model.layers[0].mixer
+    mixer = LlambaForCausalLM(tiny_config()).model.layers[0].mixer
     x = torch.randn(1, 6, mixer.conv_size)
     torch.testing.assert_close(mixer.conv1d(x), x)
     torch.testing.assert_close(torch.nn.functional.silu(mixer.z_bias), torch.ones_like(mixer.z_bias))
@@ -323,7 +323,7 @@ def test_a_fresh_model_starts_open():
         (dict(mixer="mamba1", mixer_rotary=False, mixer_decay_bias=False, mixer_d_state=3), "multiple"),
         (dict(mixer="mamba2"), "mixer_decay_bias"),
         (dict(mixer_norm="head"), "mamba2 mixer only"),
-        (dict(mixer_backend="triton"), "mixer_backend"),
+        (dict(backend="triton"), "backend"),
         (dict(num_attention_heads=0), "num_attention_heads must be a whole number of at least 1"),
         (dict(hidden_size="x"), "hidden_size must be a whole number"),
         (dict(hidden_act="nope"), "hidden_act"),
@@ -335,6 +335,6 @@ def test_a_fresh_model_starts_open():
 )
 def test_contradictory_configurations_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        student_config(**wrong) if "mixer" not in wrong else LlambaConfig(
-            **student_config().to_dict() | {"mixer_activation": None, "mixer_norm": None} | wrong
+        tiny_config(**wrong) if "mixer" not in wrong else LlambaConfig(
+            **tiny_config().to_dict() | {"mixer_activation": None, "mixer_norm": None} | wrong
         )

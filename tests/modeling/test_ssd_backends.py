@@ -7,9 +7,10 @@ import torch
 
 import modeling_llamba.mixers.short_conv as short_conv
 import modeling_llamba.mixers.ssd as ssd
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE, requested_backend
 from modeling_llamba.mixers.short_conv import ShortConv
+from tests.helpers.hybrids import make_hybrid, tiny_config
 from tests.helpers.scans import relative_error
-from tests.helpers.students import make_student
 from tests.helpers.teachers import random_ids
 
 NAMES = ("x", "log_a", "B", "C", "state")
@@ -38,7 +39,7 @@ CHOICES = {  # installed, asked, on CUDA, gradients wanted -> runs; of which GPU
     "Hopper, old Triton, in training": ("fla", "auto", True, True, "fla", (9, 0), "3.3.1"),
     "Ampere, in training": ("fla", "auto", True, True, "fla", (8, 0), "3.6.0"),
     "Blackwell, in training": ("fla", "fla", True, True, "fla", (10, 0), "3.6.0"),
-    "unknown": ("", "fast", True, False, "HYBRID_SSD_BACKEND"),
+    "unknown": ("", "fast", True, False, "HYBRID_BACKEND"),
 }
 
 
@@ -73,7 +74,7 @@ def test_it_is_said_once_that_fla_does_not_train(monkeypatch):
 
 
 def test_the_environment_overrides_the_configuration(monkeypatch):
-    model, ids = make_student(), random_ids(1, 20)
+    model, ids = make_hybrid(), random_ids(1, 20)
     plain = model(ids).logits
     monkeypatch.setattr(ssd, "chunk_simple_gla", None)
     monkeypatch.setenv(ssd.BACKEND_VARIABLE, "fla")
@@ -82,7 +83,7 @@ def test_the_environment_overrides_the_configuration(monkeypatch):
     monkeypatch.setenv(ssd.BACKEND_VARIABLE, "fast")
     with pytest.raises(ValueError, match="Unknown SSD backend 'fast'"):
         model(ids)
-    model.config.mixer_backend = "fla"
+    model.config.backend = "fla"
     monkeypatch.setenv(ssd.BACKEND_VARIABLE, "torch")
     assert torch.equal(model(ids).logits, plain)
 
@@ -155,12 +156,12 @@ def test_causal_conv1d_arguments(monkeypatch, packing):
 
 def test_who_wants_torch_gets_no_compiled_convolution(monkeypatch):
     class Config:
-        mixer_backend = "auto"
+        backend = "auto"
 
     on_cuda, conv = type("Tensor", (), {"is_cuda": True})(), conv_of(8, config=Config)
     assert conv._may_use_kernel(on_cuda)
     assert conv_of(8)._may_use_kernel(on_cuda)
-    Config.mixer_backend = "torch"
+    Config.backend = "torch"
     assert not conv._may_use_kernel(on_cuda)
     monkeypatch.setenv(ssd.BACKEND_VARIABLE, "torch")
     assert not conv_of(8)._may_use_kernel(on_cuda)
@@ -198,3 +199,13 @@ def test_causal_conv1d_equals_the_sum_of_taps_on_gpu(monkeypatch, dtype, packing
         past = x[:, 1:5].mT.clone()
         steps = [conv(x[:, t : t + 1], None, past, in_place=True) for t in range(5, 9)]
         assert relative_error(torch.cat(steps, 1), conv(x)[:, 5:9].double()) < 2e-2
+
+
+def test_the_names_of_version_0_2_still_hold(monkeypatch):
+    assert tiny_config(mixer_backend="torch").backend == "torch"
+    assert "mixer_backend" not in tiny_config(mixer_backend="torch").to_dict()
+    monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
+    monkeypatch.setenv("HYBRID_SSD_BACKEND", "torch")
+    assert requested_backend("auto") == "torch"
+    monkeypatch.setenv(BACKEND_VARIABLE, "fla")
+    assert requested_backend("auto") == "fla"

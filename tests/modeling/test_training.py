@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_llamba import LlambaForCausalLM
-from tests.helpers.students import FAMILIES, MIXERS, make_student
+from tests.helpers.hybrids import FAMILIES, MIXERS, make_hybrid
 from tests.helpers.teachers import random_ids
 from tests.helpers.tokenizers import tokenizer
 
@@ -23,7 +23,7 @@ def gradients(model, ids):
 @every_family
 @pytest.mark.parametrize("mixer, pattern", MIXERS_AND_BESIDE)
 def test_every_parameter_gets_a_gradient_and_the_loss_falls(family, mixer, pattern):
-    model = make_student(family, mixer, pattern, dtype=torch.float32).train()
+    model = make_hybrid(family, mixer, pattern, dtype=torch.float32).train()
     ids = random_ids(4, 24)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -39,7 +39,7 @@ def test_every_parameter_gets_a_gradient_and_the_loss_falls(family, mixer, patte
 @every_family
 @pytest.mark.parametrize("mixer, pattern", [*MIXERS_AND_BESIDE, ("none", "beside-only")])
 def test_gradient_checkpointing_changes_nothing(family, mixer, pattern):
-    model = make_student(family, mixer, pattern).train()
+    model = make_hybrid(family, mixer, pattern).train()
     ids = random_ids(2, 20)
     loss, plain = gradients(model, ids)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -51,7 +51,7 @@ def test_gradient_checkpointing_changes_nothing(family, mixer, pattern):
 
 @every_mixer
 def test_loss_is_the_shifted_cross_entropy_over_labelled_tokens(mixer):
-    model = make_student(mixer=mixer)
+    model = make_hybrid(mixer=mixer)
     ids = random_ids(2, 12)
     labels = ids.clone()
     labels[0, :5] = -100
@@ -65,7 +65,7 @@ def test_loss_is_the_shifted_cross_entropy_over_labelled_tokens(mixer):
 def test_lora_on_the_projections(family, mixer):
     from peft import LoraConfig, get_peft_model
 
-    model = make_student(family, mixer)
+    model = make_hybrid(family, mixer)
     ids = random_ids(2, 12)
     base = model(ids).logits.detach()
     config = LoraConfig(
@@ -97,7 +97,7 @@ def test_lora_on_the_projections(family, mixer):
 def test_lora_on_a_hybrid_layer():
     from peft import LoraConfig, get_peft_model
 
-    model, ids = make_student(pattern="beside-only"), random_ids(2, 24)
+    model, ids = make_hybrid(pattern="beside-only"), random_ids(2, 24)
     lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down", "up"], init_lora_weights=False)
     adapted = get_peft_model(model, lora).eval()
     adapted(ids, labels=ids).loss.backward()
@@ -117,7 +117,7 @@ def test_prompt_tuning(family, pattern, method):
     """Learned embeddings before the tokens: in training, in decoding, and before a prompt that is padded."""
     import peft
 
-    model, ids = make_student(family, pattern=pattern, dtype=torch.float32), random_ids(2, 20)
+    model, ids = make_hybrid(family, pattern=pattern, dtype=torch.float32), random_ids(2, 20)
     tuned = peft.get_peft_model(model, getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     tuned(ids, labels=ids).loss.backward()
     trained = {name for name, p in tuned.named_parameters() if p.grad is not None and p.grad.any()}
@@ -140,7 +140,7 @@ def test_prefix_tuning_is_refused_with_what_works(pattern):
     """A state or a window has no place for keys without tokens."""
     from peft import PrefixTuningConfig, get_peft_model
 
-    model, ids = make_student(pattern=pattern, dtype=torch.float32), random_ids(1, 9)
+    model, ids = make_hybrid(pattern=pattern, dtype=torch.float32), random_ids(1, 9)
     tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     for use in (tuned, lambda ids: tuned.generate(input_ids=ids, max_new_tokens=2)):
         with pytest.raises(ValueError, match="of prefix tuning, .* prompt tuning and LoRA work"):
@@ -152,7 +152,7 @@ def test_lora_on_the_convolution_fails_loudly():
     from peft import LoraConfig, get_peft_model
 
     with pytest.raises(ValueError, match="not supported"):
-        get_peft_model(make_student(), LoraConfig(r=4, target_modules=["conv1d"]))
+        get_peft_model(make_hybrid(), LoraConfig(r=4, target_modules=["conv1d"]))
 
 
 @pytest.mark.parametrize("family, packing", [("llamba", False), ("phimamba", True)])
@@ -160,7 +160,7 @@ def test_trl_sft(family, packing, tmp_path):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    model = make_student(family, dtype=torch.float32)
+    model = make_hybrid(family, dtype=torch.float32)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     rows = [{"input_ids": random_ids(1, n, seed=n)[0].tolist()} for n in (5, 9, 12, 7, 11, 20)]
     arguments = SFTConfig(
@@ -189,7 +189,7 @@ def test_trl_sft(family, packing, tmp_path):
 @pytest.mark.parametrize("mixer, pattern", MIXERS_AND_BESIDE)
 def test_autocast_trains_and_keeps_the_recurrence_in_float32(family, mixer, pattern):
     """bf16 autocast is how every trainer runs: the scan must neither fail nor lose its precision."""
-    model = make_student(family, mixer, pattern, dtype=torch.float32).train()
+    model = make_hybrid(family, mixer, pattern, dtype=torch.float32).train()
     ids = random_ids(2, 40)
     loss, plain = gradients(model, ids)
     model.zero_grad()
@@ -210,7 +210,7 @@ def test_autocast_trains_and_keeps_the_recurrence_in_float32(family, mixer, patt
 
 def test_what_gets_no_gradient_is_fixed_after_loading(tmp_path):
     """A parallel training waits for the gradient of every parameter that wants one."""
-    make_student(pattern="beside", dtype=torch.float32).save_pretrained(tmp_path)
+    make_hybrid(pattern="beside", dtype=torch.float32).save_pretrained(tmp_path)
     model = LlambaForCausalLM.from_pretrained(tmp_path).train()
     assert not [n for n, p in model.named_parameters() if n.endswith("salience") and p.requires_grad]
     ids = random_ids(2, 30)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from tests.helpers.students import FAMILIES, make_student
+from tests.helpers.hybrids import FAMILIES, make_hybrid
 from tests.helpers.tiny_chat import chat_tokenizer
 
 from .fetch import FOLDER
@@ -21,13 +21,13 @@ SHAPES: dict[str, tuple[str, dict]] = {
     "experts": ("llamba", {"pattern": "experts"}),
     "phimamba": ("phimamba", {"pattern": "beside-only"}),
 }
-"""Name -> family, and the arguments of `make_student`."""
+"""Name -> family, and the arguments of `make_hybrid`."""
 
 
 def model_of(shape: str, **overrides) -> PreTrainedModel:
     """A tiny model of a shape."""
     family, options = SHAPES[shape]
-    return make_student(family, **options, **overrides)
+    return make_hybrid(family, **options, **overrides)
 
 
 def class_of(shape: str) -> type[PreTrainedModel]:

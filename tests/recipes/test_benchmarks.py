@@ -14,7 +14,7 @@ from modeling_llamba.model.cache import cache_nbytes
 from recipes.benchmarks.decode import HYBRIDS, PRODUCTS, add_targets, filled_cache, step_timings
 from recipes.benchmarks.measure import Report, Table, in_own_process, interleaved, peak_bytes
 from recipes.evaluation.speed import fill_cache
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import make_teacher
 
 
@@ -31,7 +31,7 @@ def test_interleaved_calls_everything_as_often():
 @pytest.mark.parametrize("pattern", ["attention", "pure", "beside", "hybrid"])
 @torch.no_grad()
 def test_a_made_up_cache_is_as_long_as_it_says(pattern):
-    model = make_student(pattern=pattern, dtype=torch.float32)
+    model = make_hybrid(pattern=pattern, dtype=torch.float32)
     cache = filled_cache(model, 300, 2)
     sizes = cache_nbytes(cache)
     out = model(torch.tensor([[5], [6]]), **{CACHE_NAME: cache})

@@ -16,7 +16,7 @@ from convert.train.distillation.loss import (
     distillation_loss,
     divergence,
 )
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import make_teacher, random_ids
 
 WEIGHTS = [
@@ -108,7 +108,7 @@ def test_a_divergence_that_has_no_formula_is_not_computed_as_another():
 
 @pytest.mark.parametrize("family", ("llamba", "phimamba"))
 def test_a_model_with_the_head_gives_the_loss_and_is_otherwise_what_it_was(family):
-    student, teacher = make_student(family), make_teacher("llama-gqa").double()
+    student, teacher = make_hybrid(family), make_teacher("llama-gqa").double()
     ids = random_ids(2, 24)
     labels = ids.clone()
     labels[:, :9] = IGNORED

@@ -27,7 +27,7 @@ from recipes.evaluation.speed import speed
 from recipes.evaluation.tasks import relative_score
 from recipes.evaluation.tasks import side_by_side as task_rows
 from recipes.evaluation.texts import TextSource
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import make_teacher, random_ids
 from tests.helpers.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
 
@@ -279,7 +279,7 @@ def naive(model, teacher, ids):
 
 @torch.no_grad()
 def test_figures_are_the_plain_ones():
-    model, teacher, ids = make_student(dtype=torch.float32), make_teacher("llama-gqa"), random_ids(5, 300)
+    model, teacher, ids = make_hybrid(dtype=torch.float32), make_teacher("llama-gqa"), random_ids(5, 300)
     found = per_token(reader(model), reader(teacher), ids, batch_size=2)
     kl, nats, teacher_nats, agrees = naive(model, teacher, ids)
     torch.testing.assert_close(found.kl.double(), kl, rtol=1e-4, atol=1e-5)
@@ -306,7 +306,7 @@ def test_figures_are_the_plain_ones():
 
 
 def test_logits_that_are_no_numbers_are_an_error():
-    model = make_student(dtype=torch.float32)
+    model = make_hybrid(dtype=torch.float32)
     with torch.no_grad():
         model.model.norm.weight[0] = math.inf
     with pytest.raises(ValueError, match="not finite"):

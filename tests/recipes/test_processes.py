@@ -32,14 +32,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from convert.train.distillation.loss import LossWeights, add_distillation_head, add_hidden_output, head_of
 from recipes import dpo, sft
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import make_teacher, random_ids
 
 for recipe, arguments in zip((sft, dpo), json.loads(sys.argv[1])):
     recipe.main(arguments)
 
 def gradients(sharded, rows):
-    model, teacher = make_student("llamba", dtype=torch.float32), make_teacher("llama-gqa")
+    model, teacher = make_hybrid("llamba", dtype=torch.float32), make_teacher("llama-gqa")
     add_distillation_head(model)
     add_hidden_output(teacher)
     if sharded:

@@ -15,7 +15,7 @@ from convert.checkpoint.code import NEEDED
 from modeling_llamba import LlambaConfig
 from modeling_llamba.ship_code import code_files
 from modeling_phimamba import PhiMambaConfig
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 
 ROOT = Path(__file__).parents[2]
 RANKS = {"modeling_llamba": 0, "modeling_phimamba": 1, "convert": 2, "recipes": 3, "tests": 4}
@@ -63,7 +63,7 @@ def test_shared_files_have_one_owner():
 
 def test_a_plain_hybrid_loads_no_other_familys_files(tmp_path):
     """Of transformers, so that nothing that is renamed there can break it."""
-    make_student(pattern="beside-only").save_pretrained(tmp_path)
+    make_hybrid(pattern="beside-only").save_pretrained(tmp_path)
     assert not {"mixers.py", "ssd.py", "recurrent.py", "experts.py"} & {path.name for path in tmp_path.iterdir()}
     others = ("gemma4", "gpt_oss", "qwen3_moe", "qwen3_next", "lfm2", "olmo_hybrid", "granitemoehybrid")
     code = f"""
@@ -108,6 +108,7 @@ ORDER = (
     "memory",
     "options",
     "io",
+    "hybrids",
     "teachers",
     "layout",
     "resolve",

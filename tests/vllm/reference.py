@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from convert import convert
 from convert.formats.export import export_checkpoint
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import LLAMA3_ROPE, TINY, VOCAB, YARN_ROPE
 from tests.helpers.tiny_chat import chat_tokenizer
 from tests.helpers.transfer import exporting
@@ -65,12 +65,12 @@ def make(folder: Path) -> None:
     prompts = [torch.randint(7, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
     (folder / "prompts.json").write_text(json.dumps(prompts))
     for name, options in CASES.items():
-        model = make_student(dtype=torch.float32, **SIZES | options)
+        model = make_hybrid(dtype=torch.float32, **SIZES | options)
         model.save_pretrained(folder / name)
         chat_tokenizer().save_pretrained(folder / name)
         refer(model, folder / name, prompts)
     make_converted(folder, prompts)
-    make_student(dtype=torch.float32, **SIZES | HOLDABLE | {"hidden_size": 128}).save_pretrained(folder / "exportable")
+    make_hybrid(dtype=torch.float32, **SIZES | HOLDABLE | {"hidden_size": 128}).save_pretrained(folder / "exportable")
     for to in ("granitemoehybrid", "bamba"):
         export_checkpoint(exporting(folder / "exportable", folder / to, to=to))
         chat_tokenizer().save_pretrained(folder / to)

@@ -23,9 +23,9 @@ from ...checkpoint.load import check_whole
 from ...fit.aligner import Aligner
 from ...fit.teacher_model import TeacherModel
 from ...fit.text import CalibrationRows, calibration_rows
+from ...hybrids.shapes import HYBRIDS, model_class
 from ...io.folder import MARKER, OutputFolder, check_apart
 from ...io.rules import Rule
-from ...io.students import STUDENTS, model_class
 from ...io.writer import Progress, plan_shards, write_shards
 from ...options import AlignmentOptions, MohawkOptions, default_sequence_length, evicted_tokens, parse_size
 from ...teachers.teacher import find_teacher
@@ -39,7 +39,7 @@ def load_hybrid(folder: Path) -> nn.Module:
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json, so it is no hybrid.")
     model_type = json.loads(path.read_text()).get("model_type")
-    if model_type not in STUDENTS:
+    if model_type not in HYBRIDS:
         raise ValueError(f"{folder} holds a {model_type} model, not a hybrid; make one with convert-to-hybrid first.")
     try:
         loading = model_class(model_type).from_pretrained

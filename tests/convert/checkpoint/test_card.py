@@ -7,12 +7,12 @@ import pytest
 from convert import convert
 from convert.checkpoint.pictures import CACHE, LAYERS, cache_picture, head_kinds, kl_picture, save_pictures
 from convert.layout.cache import cache_bytes
-from tests.helpers.students import make_student, student_config
+from tests.helpers.hybrids import make_hybrid, tiny_config
 
 
 @pytest.mark.parametrize("mixer, beside", [("discrete_mamba2", "window and state"), ("none", "window")])
 def test_layers_show_what_each_head_is(mixer, beside):
-    config = student_config(pattern="beside-only", mixer=mixer, mixer_rotary=False, mixer_decay_bias=False)
+    config = tiny_config(pattern="beside-only", mixer=mixer, mixer_rotary=False, mixer_decay_bias=False)
     attention = "attention"  # two query heads to a key/value head
     for heads, kinds in (([2], [beside, attention]), ([1, 3], [attention, attention]), ([0], [attention, beside])):
         config.hybrid_full_heads = [heads, *[[]] * (len(config.layer_types) - 1)]
@@ -20,13 +20,13 @@ def test_layers_show_what_each_head_is(mixer, beside):
 
 
 def test_layers_that_are_not_hybrid():
-    config = student_config(pattern="window")
+    config = tiny_config(pattern="window")
     assert head_kinds(config)[:2] == [["the teacher's sliding window"] * 2, ["mixer"] * 2]
-    assert head_kinds(student_config(pattern="hybrid"))[1] == ["attention"] * 2
+    assert head_kinds(tiny_config(pattern="hybrid"))[1] == ["attention"] * 2
 
 
 def test_pictures_are_600_pixels_wide(tmp_path):
-    config = make_student().config
+    config = make_hybrid().config
     config.conversion = {"teacher_layer_types": ["full_attention"] * 4}
     save_pictures(config, tmp_path)
     for name in (LAYERS, CACHE):
@@ -51,7 +51,7 @@ def test_a_card_shows_the_pictures_that_lie_beside_it(two_layer_teacher, tmp_pat
 
 
 def test_the_cache_is_the_plans():
-    config = make_student().config
+    config = make_hybrid().config
     config.conversion = {"teacher_layer_types": ["full_attention"] * 4}
     axes = cache_picture(config).axes[0]
     teacher, hybrid = (10 ** line.get_ydata()[4] for line in axes.lines[:2])

@@ -9,9 +9,9 @@ import torch
 from convert import convert
 from convert.fit.activations import ActivationStream
 from convert.fit.closed_form import features, fit_layer, normal_equations, solve_out_proj
-from convert.fit.fit import FitCache, fit_mixers
+from convert.fit.fit import FitCache, fit_layers
 from convert.fit.layer_data import LayerData, held_out_error
-from convert.io.mapping import set_decay
+from convert.hybrids.mapping import set_decay
 from convert.layout.placement import Attention, Hybrid, Placement
 from convert.options import FitOptions
 from convert.train.mohawk.train import load_hybrid
@@ -161,7 +161,7 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
     import convert.fit.fit as align
 
     model, ids = teacher_model(saved_teacher("llama-gqa")), rows(12)
-    whole = fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(None, {}), 10**9)
+    whole = fit_layers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(None, {}), 10**9)
     fitted = []
 
     def interrupted(mixer, data, settings, seed):
@@ -173,9 +173,9 @@ def test_fits_are_resumed(saved_teacher, tmp_path, monkeypatch):
     monkeypatch.setattr(align, "fit_layer", interrupted)
     cache = FitCache(tmp_path, {"a": 1})
     with pytest.raises(KeyboardInterrupt):
-        fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, cache, 10**9)
+        fit_layers(model, [0, 1, 2, 3], ids, 4, QUICK, cache, 10**9)
     fitted[:] = []
-    resumed = fit_mixers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(tmp_path, {"a": 1}), 10**9)
+    resumed = fit_layers(model, [0, 1, 2, 3], ids, 4, QUICK, FitCache(tmp_path, {"a": 1}), 10**9)
     assert fitted == [2, 3]
     for layer, (mixer, report) in whole.items():
         assert resumed[layer][1] == report

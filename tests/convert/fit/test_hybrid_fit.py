@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from convert.fit.fit import FitCache, fit_mixers
+from convert.fit.fit import FitCache, fit_layers
 from convert.fit.hybrid_fit import (
     attend_near,
     attention_received,
@@ -309,9 +309,9 @@ def test_fits_are_kept_for_a_run_that_goes_on(rank, saved_teacher, tmp_path, mon
     placement = everywhere(Hybrid(WINDOW, BLOCK, SINKS, salient=SALIENT, rank=rank), 4)
     model.follow(config_of(model.weights, placement))
     cache = FitCache(tmp_path, {"a": 1})
-    fitted = fit_mixers(model, [1, 2], ids, 2, FitOptions(), cache, 10**9)
+    fitted = fit_layers(model, [1, 2], ids, 2, FitOptions(), cache, 10**9)
     monkeypatch.setattr("convert.fit.fit.fit_hybrid_layer", None)
-    resumed = fit_mixers(model, [1, 2], ids, 2, FitOptions(), FitCache(tmp_path, {"a": 1}), 10**9)
+    resumed = fit_layers(model, [1, 2], ids, 2, FitOptions(), FitCache(tmp_path, {"a": 1}), 10**9)
     for number, (layer, report) in fitted.items():
         assert resumed[number][1] == report
         assert not changed(resumed[number][0], layer.state_dict())

@@ -15,7 +15,7 @@ from convert.layout.placement import CacheBits
 from modeling_llamba import LlambaConfig
 from modeling_llamba.model.rotary import rotate_keys
 from tests.helpers.hybrid_fit import layer_and_data
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import make_teacher, random_ids
 from tests.helpers.transfer import exporting
 
@@ -38,7 +38,7 @@ def positions(length):
 def test_softmax_does_not_notice_an_offset(types):
     """In the model's own type, at sinks that are far away, too; while a prompt is read and for each token after it."""
     stateless = dict(mixer="none", mixer_decay_bias=False, hybrid_sink_reach=10, hybrid_full_heads=None)
-    model, ids = make_student(pattern="beside-only", layer_types=types, **stateless), random_ids(2, 40)
+    model, ids = make_hybrid(pattern="beside-only", layer_types=types, **stateless), random_ids(2, 40)
     expected = model(ids, use_cache=False).logits
     for module in model.modules():
         if hasattr(module, "key_offset"):
@@ -122,7 +122,7 @@ def test_an_export_leaves_offsets_out(saved_teacher, tmp_path):
 
 
 def test_a_key_offset_needs_a_few_tokens_alone():
-    layer = make_student(key_offsets=True, window_bits=8, pattern="beside-only").model.layers[0].mixer
+    layer = make_hybrid(key_offsets=True, window_bits=8, pattern="beside-only").model.layers[0].mixer
     u = torch.randn(1, FIRST + 1, 32, dtype=torch.float64)
     unturned = torch.ones(1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 8), torch.ones(1, 1, 8)
     assert key_offset(layer, [u], unturned).shape == layer.key_offset.shape

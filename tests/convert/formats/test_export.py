@@ -15,7 +15,7 @@ from convert.tools.families import families
 from tests.helpers import published
 from tests.helpers.command import check_one_line_error, run, run_as_is
 from tests.helpers.exportable import HOLDABLE
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import FIRST, LLAMA3_ROPE, LONGROPE, TEACHERS, YARN_ROPE, random_ids
 from tests.helpers.transfer import exporting, importing
 from tests.helpers.versions import grouped_norm
@@ -42,7 +42,7 @@ VARIANTS = {
 
 def exported(tmp_path, to, variant=(), expand=None, **overrides):
     options = HOLDABLE | dict(variant or {}) | overrides
-    model = make_student(dtype=torch.float32, **options)
+    model = make_hybrid(dtype=torch.float32, **options)
     model.save_pretrained(tmp_path / "hybrid")
     out = tmp_path / f"out-{expand}"
     export_checkpoint(exporting(tmp_path / "hybrid", out, to=to, expand=expand))
@@ -133,7 +133,7 @@ def test_what_cannot_be_held_is_named(tmp_path, norm_eps):
     if norm_eps == 1e-6:
         cases = {"epsilon of its own": dict(mixer_norm_eps=1e-6)}
     for i, (what, overrides) in enumerate(cases.items()):
-        make_student(dtype=torch.float32, **HOLDABLE | overrides).save_pretrained(tmp_path / str(i))
+        make_hybrid(dtype=torch.float32, **HOLDABLE | overrides).save_pretrained(tmp_path / str(i))
         with pytest.raises(ValueError, match=what):
             plan_export(exporting(tmp_path / str(i)))
 
@@ -150,10 +150,10 @@ def test_bad_input(saved_teacher, tmp_path):
         plan_export(exporting(tmp_path / "empty"))
     with pytest.raises(ValueError, match="to must be granitemoehybrid or bamba, not llama"):
         exporting("a", "b", to="llama")
-    make_student(dtype=torch.float32, **HOLDABLE).save_pretrained(tmp_path / "hybrid")
+    make_hybrid(dtype=torch.float32, **HOLDABLE).save_pretrained(tmp_path / "hybrid")
     with pytest.raises(ValueError, match="expand must be a whole number of at least 1 and at most 64, not 0"):
         exporting(tmp_path / "hybrid", expand=0)
-    make_student(dtype=torch.float32, **HOLDABLE | VARIANTS["wide heads"]).save_pretrained(tmp_path / "wide")
+    make_hybrid(dtype=torch.float32, **HOLDABLE | VARIANTS["wide heads"]).save_pretrained(tmp_path / "wide")
     with pytest.raises(ValueError, match="expand 1 cannot hold 4 heads of 16"):
         plan_export(exporting(tmp_path / "wide", expand=1))
     (tmp_path / "hybrid" / "model.safetensors").write_bytes(b"no")

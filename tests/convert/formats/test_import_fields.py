@@ -8,12 +8,12 @@ from transformers import LlamaConfig
 
 from convert.formats.export import plan_export
 from convert.formats.import_ import plan_import
-from convert.io.students import tensor_shapes
+from convert.hybrids.shapes import tensor_shapes
 from tests.helpers import published as p
 from tests.helpers.command import check_one_line_error, run_as_is
 from tests.helpers.exportable import HOLDABLE
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.published import FORMATS
-from tests.helpers.students import make_student
 from tests.helpers.transfer import exporting, importing
 
 DELETED = object()
@@ -107,7 +107,7 @@ def test_the_command_prints_one_line(tmp_path):
     config, tensors, mamba_config = p.mamba_in_llama(2)
     folder = p.write(tmp_path / "in", config | {"hidden_size": "x"}, tensors, mamba_config=mamba_config)
     check_one_line_error(run_as_is("import", folder, tmp_path / "out"), "hidden_size")
-    make_student(dtype=torch.float32, **HOLDABLE).save_pretrained(tmp_path / "hybrid")
+    make_hybrid(dtype=torch.float32, **HOLDABLE).save_pretrained(tmp_path / "hybrid")
     written = json.loads((tmp_path / "hybrid/config.json").read_text())
     (tmp_path / "hybrid/config.json").write_text(json.dumps(written | {"hidden_size": "x"}))
     check_one_line_error(run_as_is("export", tmp_path / "hybrid", tmp_path / "out"), "config.json")
@@ -125,7 +125,7 @@ EXPORT = {
 
 
 def test_a_wrong_entry_in_a_hybrid_to_export_is_named(tmp_path):
-    make_student(dtype=torch.float32, **HOLDABLE).save_pretrained(tmp_path / "hybrid")
+    make_hybrid(dtype=torch.float32, **HOLDABLE).save_pretrained(tmp_path / "hybrid")
     path = tmp_path / "hybrid/config.json"
     written = json.loads(path.read_text())
     for name, (value, message) in EXPORT.items():

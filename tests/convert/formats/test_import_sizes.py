@@ -8,8 +8,8 @@ import torch
 from convert.formats.base import ForeignCheckpoint
 from convert.formats.import_ import recognise
 from convert.formats.table import make_rules
+from convert.hybrids.shapes import HYBRIDS, tensor_shapes
 from convert.io.reader import TensorInfo
-from convert.io.students import STUDENTS, tensor_shapes
 
 
 class Headers:
@@ -123,7 +123,7 @@ def test_parameters_at_full_size_match_the_published_files(name):
     (config, shapes, *mamba_config), parameters, itemsize, file_size = SIZES[name]
     source = ForeignCheckpoint(name, config, Headers(shapes), *mamba_config)
     known = recognise(source)
-    ours = STUDENTS[known.student(source)](**known.fields(source))
+    ours = HYBRIDS[known.hybrid(source)](**known.fields(source))
     table, dropped = known.table(source, ours)
     rules = make_rules(table, tensor_shapes(ours), source.tensors, dropped, known.name)
     count = sum(math.prod(rule.shape) for rule in rules)

@@ -34,7 +34,7 @@ from modeling_llamba import LlambaConfig
 from modeling_llamba.compatibility import cache_of
 from modeling_llamba.model.cache import cache_nbytes
 from modeling_llamba.model.config_values import RECURRENT
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import TEACHERS, random_ids
 from tests.helpers.tiny import config_of
 
@@ -440,7 +440,7 @@ def test_rounding_of_kept_heads_counts_more_since_it_stays(saved_teacher, monkey
 
 
 def test_kept_heads_are_rounded_again_after_memory_ran_out(monkeypatch):
-    layer = make_student(pattern="beside-only", full_attention_bits=8).model.layers[1].mixer
+    layer = make_hybrid(pattern="beside-only", full_attention_bits=8).model.layers[1].mixer
     assert layer.kept
     rounded = layer.kept_roundings
     monkeypatch.setattr(layer_costs, "_errors_before_fit", lambda *args: [1.0])

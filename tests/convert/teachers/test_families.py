@@ -24,7 +24,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
-import convert.io.mapping as mixer_mapping
+import convert.hybrids.mapping as mixer_mapping
 from convert import convert
 from convert.dry_run import plan_conversion
 from convert.options import make_options

@@ -21,7 +21,7 @@ from modeling_llamba import LlambaForCausalLM
 from tests.helpers.before import BEFORE
 from tests.helpers.command import check_one_line_error
 from tests.helpers.command import run_as_is as use
-from tests.helpers.students import make_student, student_config
+from tests.helpers.hybrids import make_hybrid, tiny_config
 from tests.helpers.teachers import TINY, random_ids
 from tests.helpers.tiny_chat import REASONING, save_chat_teacher, save_hybrid
 from tests.helpers.tokenizers import tokenizer
@@ -35,7 +35,7 @@ def checkpoints(tmp_path_factory):
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder / "teacher")
     tokenizer().save_pretrained(folder / "teacher")
     convert(str(folder / "teacher"), folder / "hybrid", align="none", window=8, attention_layers=0.25)
-    make_student(pattern="hybrid", dtype=torch.float32).save_pretrained(folder / "found")
+    make_hybrid(pattern="hybrid", dtype=torch.float32).save_pretrained(folder / "found")
     return folder
 
 
@@ -126,7 +126,7 @@ def test_inspect_notices_weights_cut_short(checkpoints, tmp_path):
 
 
 def test_inspect_prints_no_escape_sequence(tmp_path):
-    config = student_config()
+    config = tiny_config()
     config.conversion = {"teacher": "a\x1b[31mb"}
     config.save_pretrained(tmp_path / "out\x1b[31m")
     done = use("inspect", tmp_path / "out\x1b[31m")
@@ -182,9 +182,9 @@ def test_env_says_what_computes_few_bits_on_a_cpu(monkeypatch):
 
 
 def test_env_heeds_the_variable(monkeypatch):
-    monkeypatch.setenv("HYBRID_SSD_BACKEND", "torch")
+    monkeypatch.setenv("HYBRID_BACKEND", "torch")
     assert environment()["backends"]["SSD scan (discrete_mamba2, mamba2)"]["runs"] == "torch"
-    monkeypatch.setenv("HYBRID_SSD_BACKEND", "chalk")
+    monkeypatch.setenv("HYBRID_BACKEND", "chalk")
     scan = environment()["backends"]["SSD scan (discrete_mamba2, mamba2)"]
     assert scan["runs"] == "nothing"
     assert "chalk" in scan["why"]

@@ -18,7 +18,7 @@ from convert.train.distillation.trainer import DistilledSFTTrainer, last_whole_c
 from convert.train.mohawk.distillation import distil
 from convert.train.mohawk.stages import Stages
 from convert.train.mohawk.train import load_hybrid
-from tests.helpers.students import make_student
+from tests.helpers.hybrids import make_hybrid
 from tests.helpers.tiny import LENGTH, rows, teacher_model
 
 
@@ -46,7 +46,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(two_layer_teacher, tmp_path
 def test_decays_and_log_masses_have_no_weight_decay():
     """Which would forget what was fitted."""
     trainer = object.__new__(DistilledSFTTrainer)
-    model = make_student(pattern="every", dtype=torch.float32)
+    model = make_hybrid(pattern="every", dtype=torch.float32)
     decaying = {name.partition(".mixer.")[2] for name in trainer.get_decay_parameter_names(model)}
     assert {"down.weight", "up.weight", "q_proj.weight", "in_proj.weight"} <= decaying
     assert not {"mass", "A_log_bias", "D", "z_bias"} & decaying

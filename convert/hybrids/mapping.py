@@ -17,8 +17,8 @@ import torch
 from modeling_llamba.hybrid.readout import theory_mass
 from modeling_llamba.mixers.matrix_mixer import OPEN_GATE
 
-from .reader import Checkpoint
-from .rules import Rule, Source, in_blocks, rule_of
+from ..io.reader import Checkpoint
+from ..io.rules import Rule, Source, in_blocks, rule_of
 
 # sigmoid(100) is 1 in every float type, and 100 is exact in all of them
 CERTAIN = 100.0

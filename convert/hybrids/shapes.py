@@ -15,7 +15,7 @@ from modeling_llamba.model.attention import SoftmaxAttention
 from modeling_llamba.model.config_values import RECURRENT
 from modeling_llamba.model.mixer import make_mixer
 
-STUDENTS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
+HYBRIDS = {"llamba": modeling_llamba.LlambaConfig, "phimamba": modeling_phimamba.PhiMambaConfig}
 OWN_FIELDS = {"mixer", "format_version"}
 """Fields of config.json by which a hybrid of this project is known: the first where it holds mixers, the other unless
 an early version wrote it."""
@@ -34,7 +34,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def model_class(model_type: str) -> type:
     """The causal language model of a hybrid; the first call takes seconds, since it imports transformers' models."""
-    assert model_type in STUDENTS, model_type
+    assert model_type in HYBRIDS, model_type
     if model_type == "llamba":
         return modeling_llamba.LlambaForCausalLM
     return modeling_phimamba.PhiMambaForCausalLM

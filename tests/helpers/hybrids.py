@@ -37,7 +37,7 @@ BLOCKS = {
 """What differs in the block, by pattern: more at once than in any teacher."""
 
 
-def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", pattern: str = "hybrid", **overrides):
+def tiny_config(family: str = "llamba", mixer: str = "discrete_mamba2", pattern: str = "hybrid", **overrides):
     options = dict(
         mixer=mixer,
         layer_types=PATTERNS[pattern],
@@ -61,7 +61,7 @@ def student_config(family: str = "llamba", mixer: str = "discrete_mamba2", patte
     return FAMILIES[family][0](**TINY | options | BLOCKS.get(pattern, {}) | overrides)
 
 
-def make_student(
+def make_hybrid(
     family: str = "llamba", mixer: str = "discrete_mamba2", pattern: str = "hybrid", dtype=torch.float64, **overrides
 ):
     """Random weights everywhere, convolutions included, and decays that reach back many tokens.
@@ -69,7 +69,7 @@ def make_student(
     In float64, where two ways to the same result agree to rounding and anything more is a fault.
     """
     torch.manual_seed(0)
-    model = FAMILIES[family][1](student_config(family, mixer, pattern, **overrides)).eval().to(dtype)
+    model = FAMILIES[family][1](tiny_config(family, mixer, pattern, **overrides)).eval().to(dtype)
     if pattern == "experts":
         model.set_experts_implementation("eager")  # transformers' default knows no float64
     with torch.no_grad():
