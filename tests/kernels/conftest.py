@@ -127,12 +127,15 @@ def on_a_gpu(monkeypatch):
     if not INTERPRETED:
         return
     import modeling_llamba.mixers.ssd as ssd
+    from modeling_llamba.kernels.flex import FlexBackend
     from modeling_llamba.kernels.triton.triton_backend import make_backend
     from tests.helpers.backends import use_backend
 
     choose = ssd.choose_backend
     monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
     use_backend(monkeypatch, make_backend())
+    # which PyTorch would compile for a CPU, where it has no such kernel
+    monkeypatch.setattr(FlexBackend, "can_flex", lambda *inputs: False)
 
 
 @pytest.fixture
