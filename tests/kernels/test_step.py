@@ -15,6 +15,8 @@ from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens, SlowDim
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer
 from modeling_llamba.hybrid.inputs import HybridInputs
 from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.kernels.torch_backend import TorchBackend
+from modeling_llamba.kernels.triton.triton_backend import TritonBackend
 from modeling_llamba.kernels.triton.triton_prompt import LARGEST
 from modeling_llamba.model.cache import new_cache
 from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, relative_error, rotary_of
@@ -122,6 +124,16 @@ def use_keys_of(projected, real, limit, monkeypatch):
     monkeypatch.setattr(equations, "_rounded", rounded)
 
 
+def by_kernels(plain, kernel):
+    """An operation by a kernel, but for float64."""
+
+    def run(backend, t, rounding, *others):
+        is_wide = torch.float64 in (t.dtype, *others)
+        return (plain if is_wide else kernel)(backend, t, rounding, *others)
+
+    return run
+
+
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
@@ -131,10 +143,10 @@ def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
     index, hidden_states = token_numbers(padded).to(DEVICE), torch.randn(len(PADDING), LENGTH, HIDDEN).to(dtype)
     hidden_states = hidden_states.to(DEVICE)
     limit = 2e-2 if dtype == BF16 else 3e-6 if INTERPRETED else 2e-5
-    found, of_steps, step = {}, {"torch": [], "auto": []}, layer.step
+    found, of_steps, attend = {}, {"torch": [], "auto": []}, layer.attend
 
     def noted(*inputs):
-        of_steps[backend].append(step(*inputs))
+        of_steps[backend].append(attend(*inputs))
         return of_steps[backend][-1]
 
     def noted_keys(*inputs):
@@ -143,8 +155,9 @@ def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
 
     projected, project = [], layer.project
     # test_rounding.py is where rows are compared; here both have the same ones
-    monkeypatch.setattr(Rounding, "_in_kernels", lambda self, on_cuda, dtype: dtype != torch.float64)
-    monkeypatch.setattr(layer, "step", noted)
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(TorchBackend, name, by_kernels(getattr(TorchBackend, name), getattr(TritonBackend, name)))
+    monkeypatch.setattr(layer, "attend", noted)
     monkeypatch.setattr(layer, "project", noted_keys)
     for backend in of_steps:
         monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)

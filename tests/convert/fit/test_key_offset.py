@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from convert import convert
 from convert.fit.hybrid_fit import fit_hybrid_layer
-from convert.fit.key_offset import FIRST, key_offset, offset_on
+from convert.fit.key_offset import FIRST, QUERIES, key_offset, offset_on, score_weights
 from convert.formats.export import export_checkpoint
 from convert.layout.placement import CacheBits
 from modeling_llamba import LlambaConfig
-from modeling_llamba.model.rotary import rotate_keys
+from modeling_llamba.model.rotary import rotate_keys, rotate_queries
 from tests.helpers.hybrid_fit import layer_and_data
 from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import make_teacher, random_ids
@@ -51,20 +51,40 @@ def test_softmax_does_not_notice_an_offset(types):
 
 
 @torch.no_grad()
-def test_an_offset_is_the_mean_key_of_a_contexts_positions(saved_teacher):
+def test_an_offset_is_a_mean_of_keys_over_a_contexts_positions(saved_teacher):
     layer, data = layer_and_data(saved_teacher("qwen2"), bits=FEW_BITS)
     layer.k_proj.bias.add_(3.0)
     data.mean_rotary = means_over(200)
     fit_hybrid_layer(layer, data)
-    keys = layer.project_heads(data.batch(data.fitting()[:2])[0])[1][:, :, FIRST:]
-    mean = keys.mean((0, 2))
-    turned = rotate_keys(mean[None, :, None].expand(1, -1, 200, -1), positions(200))[0].mean(1)
+    query, keys, value = layer.project_heads(data.batch(data.fitting()[:2])[0])
+    turned = rotate_keys(keys, data.rotary)
+    weights = score_weights(layer, rotate_queries(query, data.rotary), turned, value)[..., None]
+    sinks = (weights * turned)[:, :, :FIRST].sum((0, 2))
+    others = (weights * keys)[:, :, FIRST:].sum((0, 2))
+    others = rotate_keys(others[None, :, None].expand(1, -1, 200, -1), positions(200))[0].mean(1)
     slow = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])  # two planes of four turn by 0.2 and 2 in 200 tokens
-    torch.testing.assert_close(layer.key_offset, turned * slow)
+    torch.testing.assert_close(layer.key_offset, (sinks + others) / weights.sum((0, 2)) * slow)
     assert layer.key_offset[:, 3].abs().min() > 1
     data.mean_rotary = means_over(4000)
     fit_hybrid_layer(layer, data)
     assert not layer.key_offset[:, [2, 6]].any()
+
+
+def test_weights_of_keys_are_squared_gradients_of_attention():
+    """Of its outputs, by the score of each key, for the queries that are asked."""
+    layer = make_hybrid(pattern="beside-only").model.layers[0].mixer
+    query = torch.randn(2, 4, 40, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 40, 8, dtype=torch.float64)
+    shift = torch.zeros(2, 2, 2, 40, 40, dtype=torch.float64, requires_grad=True)
+    scores = query.unflatten(1, (2, 2)) @ key[:, :, None].mT * layer.scaling + shift
+    later = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    output = scores.masked_fill(later, -torch.inf).softmax(-1) @ value[:, :, None]
+    squares = 0.0
+    for dim in range(8):
+        squares = squares + torch.autograd.grad(output[..., dim].sum(), shift, retain_graph=True)[0].square()
+    asked = torch.linspace(10, 39, QUERIES).long()
+    expected = squares[:, :, :, asked].sum((2, 3))
+    torch.testing.assert_close(score_weights(layer, query, key, value), expected)
 
 
 @torch.no_grad()
@@ -125,4 +145,5 @@ def test_a_key_offset_needs_a_few_tokens_alone():
     layer = make_hybrid(key_offsets=True, window_bits=8, pattern="beside-only").model.layers[0].mixer
     u = torch.randn(1, FIRST + 1, 32, dtype=torch.float64)
     unturned = torch.ones(1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 8), torch.ones(1, 1, 8)
-    assert key_offset(layer, [u], unturned).shape == layer.key_offset.shape
+    rotary = tuple(t.double().expand(-1, FIRST + 1, -1) for t in unturned[:2])
+    assert key_offset(layer, [u], rotary, unturned).shape == layer.key_offset.shape
