@@ -41,7 +41,7 @@ def code_files(config_class: type, config=None) -> dict[str, str]:
         config: of a model, for which files are left out that it does not need; without it, all files there are.
     """
     left_out = set() if config is None else unneeded(config)
-    packages = Path(inspect.getfile(config_class)).parent, Path(__file__).parent
+    packages = Path(__file__).parent, Path(inspect.getfile(config_class)).parent
     sources = {path.name: path for package in packages for path in package.rglob("*.py")}
     waiting = [f"configuration_{config_class.model_type}.py", f"modeling_{config_class.model_type}.py"]
     files = {}

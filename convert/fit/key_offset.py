@@ -70,12 +70,16 @@ def score_weights(
     Args:
         query, key, value: (B, heads, L, P), rotated.
     """
+    query, key, value = (t.float() if t.dtype.itemsize < 4 else t for t in (query, key, value))
     length = key.shape[2]
     rows = torch.linspace(length // 4, length - 1, QUERIES, device=key.device).long()
     query = query[:, :, rows].unflatten(1, (key.shape[1], -1))  # (B, K, R, Q, P)
     scores = query @ key[:, :, None].mT * attention.scaling
-    later = torch.arange(length, device=key.device) > rows[:, None]
-    share = scores.masked_fill(later, -torch.inf).softmax(-1)
+    column = torch.arange(length, device=key.device)
+    hidden = column > rows[:, None]
+    if (window := getattr(attention, "sliding_window", None)) is not None:
+        hidden |= column <= rows[:, None] - window
+    share = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     output = share @ value[:, :, None]
     away = value.square().sum(-1)[:, :, None, None] + output.square().sum(-1, keepdim=True)
     away = away - 2 * output @ value[:, :, None].mT

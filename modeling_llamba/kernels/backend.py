@@ -43,14 +43,15 @@ def backend_for(like: torch.Tensor, setting: str, dtype: torch.dtype | None = No
         setting: `backend` of the configuration, of which "torch" keeps to the reference.
     """
     kind = "torch" if requested_backend(setting) == "torch" else like.device.type
-    if kind not in FOUND:
-        _find(kind)
+    _find(kind)  # before any look at what was found, which a graph would keep as it was
     found = FOUND[kind]
     return found if found.computes(dtype or like.dtype) else FOUND["torch"]
 
 
 @torch.compiler.assume_constant_result  # an import could not be traced
 def _find(kind: str) -> bool:
+    if kind in FOUND and "torch" in FOUND:
+        return True
     from .flex import FlexBackend
     from .torch_backend import TorchBackend
 

@@ -27,6 +27,9 @@ Mixed = tuple[torch.Tensor, torch.Tensor | None, Held | None]
 class TorchBackend:
     """All operations, on every device."""
 
+    has_kernel_for_rows = False
+    """True if `attend_to_rows` is faster than an attention function of transformers' on all that is decoded."""
+
     def computes(self, dtype: torch.dtype) -> bool:
         """Return True if the operations take numbers of this type."""
         return True

@@ -236,7 +236,7 @@ def one_token(
     sinks: torch.Tensor | None,
 ) -> Callable | None:
     """Attention of one token's queries (B, H, 1, P) to rows of keys and of values, which returns (B, 1, H, P); None
-    where the layer's attention needs more than that: a gradient, dropout, learned sinks, another implementation."""
+    where transformers' own function attends: with gradients, dropout, learned sinks, another implementation."""
     if query.shape[2] > 1 or sinks is not None or dropout or torch.is_grad_enabled():
         return None
     if config._attn_implementation not in (None, "sdpa"):
@@ -247,6 +247,8 @@ def one_token(
         if bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill_(~bias, -torch.inf)
     backend = backend_for(query, config.backend)
+    if not backend.has_kernel_for_rows:
+        return None
     return functools.partial(backend.attend_to_rows, roundings=roundings, bias=bias, scaling=scaling, softcap=softcap)
 
 

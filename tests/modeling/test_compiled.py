@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import StaticCache
 
+import modeling_llamba.kernels.backend as door
 import modeling_llamba.kernels.flex as flex
 from modeling_llamba.mixers.selective_scan import selective_scan
 from tests.helpers.backends import use_backend
@@ -206,3 +207,15 @@ def test_export_for_any_number_of_sequences():
     )
     other = random_ids(40, 20, seed=5)
     torch.testing.assert_close(program.module()(input_ids=other, use_cache=False).logits, model(other).logits)
+
+
+@torch.no_grad()
+def test_a_backend_is_found_while_a_model_is_compiled(monkeypatch):
+    """In a process in which nothing has run before."""
+    model, ids = make_hybrid(pattern="beside-only", dtype=torch.float32, **ONE_LAYER), random_ids(1, 20)
+    expected = model(ids, use_cache=False).logits
+    monkeypatch.setattr(door, "FOUND", {})
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    assert set(door.FOUND) == {"torch", "cpu"}

@@ -24,6 +24,8 @@ def make_backend() -> "TritonBackend":
 class TritonBackend(FlexBackend):
     """Operations by Triton kernels, in float32; those that pass gradients or are traced are PyTorch's."""
 
+    has_kernel_for_rows = True
+
     def computes(self, dtype: torch.dtype) -> bool:
         """False for float64, which kernels would not compute in."""
         return dtype != torch.float64
@@ -47,7 +49,8 @@ class TritonBackend(FlexBackend):
         """See `TorchBackend.write_one`."""
         if not _takes_steps(shape) or not triton_prompt.fits(shape, shape.key_rounding.dim, least=1):
             return False
-        assert all(t.is_contiguous() for t in held), "the kernels write to tensors without gaps"
+        if not all(t.is_contiguous() for t in held):  # the kernels write to tensors without gaps
+            return False
         triton_step.write_one(*held, *tokens, shape.block, shape.places, *shape.slow, shape.key_rounding.dim)
         return True
 
