@@ -70,15 +70,19 @@ def test_an_offset_is_a_mean_of_keys_over_a_contexts_positions(saved_teacher):
     assert not layer.key_offset[:, [2, 6]].any()
 
 
-def test_weights_of_keys_are_squared_gradients_of_attention():
+@pytest.mark.parametrize("window", [None, 12])
+def test_weights_of_keys_are_squared_gradients_of_attention(window):
     """Of its outputs, by the score of each key, for the queries that are asked."""
     layer = make_hybrid(pattern="beside-only").model.layers[0].mixer
+    layer.sliding_window = window
     query = torch.randn(2, 4, 40, 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, 2, 40, 8, dtype=torch.float64)
     shift = torch.zeros(2, 2, 2, 40, 40, dtype=torch.float64, requires_grad=True)
     scores = query.unflatten(1, (2, 2)) @ key[:, :, None].mT * layer.scaling + shift
-    later = torch.ones(40, 40, dtype=torch.bool).triu(1)
-    output = scores.masked_fill(later, -torch.inf).softmax(-1) @ value[:, :, None]
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    if window is not None:
+        hidden |= torch.ones(40, 40, dtype=torch.bool).tril(-window)
+    output = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, :, None]
     squares = 0.0
     for dim in range(8):
         squares = squares + torch.autograd.grad(output[..., dim].sum(), shift, retain_graph=True)[0].square()
