@@ -7,7 +7,8 @@ it, so that their keys are rounded least.
 
 Of a vector that is the same before rotation, planes that turn slowly keep much over a context, and the mean over the
 context's positions is taken. Planes that turn farther have no offset, which would be wrong at both ends of a context.
-Nor have those that a state does not hold, since its mass has to change as that of other tokens does.
+Nor have heads with a window: the fitted log mass of their states depends on distances, as an offset does not, and
+their 8 bits lose next to nothing.
 
 Shapes: B batch, L length, D model width, K key/value heads, R heads per key/value head, P head dim, Q queries.
 """
@@ -54,11 +55,9 @@ def key_offset(
     offset = of_sinks + rotate_keys(of_others[None, :, None], (cos, sin))[0, :, 0]
     offset = offset / total.clamp(min=torch.finfo(total.dtype).tiny)
     fast = (torch.hypot(cos, sin) < LEAST_KEPT * at_one).flatten()
-    slow = attention.shape.slow if isinstance(attention, HybridAttention) else None
-    if slow is not None:
-        for first in (0, slow.planes):
-            fast[first : first + slow.planes - slow.slow_planes] = True
     offset[:, : len(fast)].masked_fill_(fast, 0)
+    if isinstance(attention, HybridAttention):
+        offset[attention.windowed] = 0
     return offset
 
 

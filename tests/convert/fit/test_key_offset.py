@@ -19,6 +19,8 @@ from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import make_teacher, random_ids
 from tests.helpers.transfer import exporting
 
+KEPT = (0, 1)
+"""The query heads of the first key/value head."""
 FEW_BITS = CacheBits(full=(8, 8), window=(8, 8))
 
 
@@ -52,7 +54,7 @@ def test_softmax_does_not_notice_an_offset(types):
 
 @torch.no_grad()
 def test_an_offset_is_a_mean_of_keys_over_a_contexts_positions(saved_teacher):
-    layer, data = layer_and_data(saved_teacher("qwen2"), bits=FEW_BITS)
+    layer, data = layer_and_data(saved_teacher("qwen2"), heads=KEPT, bits=FEW_BITS)
     layer.k_proj.bias.add_(3.0)
     data.mean_rotary = means_over(200)
     fit_hybrid_layer(layer, data)
@@ -63,8 +65,10 @@ def test_an_offset_is_a_mean_of_keys_over_a_contexts_positions(saved_teacher):
     others = (weights * keys)[:, :, FIRST:].sum((0, 2))
     others = rotate_keys(others[None, :, None].expand(1, -1, 200, -1), positions(200))[0].mean(1)
     slow = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])  # two planes of four turn by 0.2 and 2 in 200 tokens
-    torch.testing.assert_close(layer.key_offset, (sinks + others) / weights.sum((0, 2)) * slow)
-    assert layer.key_offset[:, 3].abs().min() > 1
+    expected = (sinks + others) / weights.sum((0, 2)) * slow
+    torch.testing.assert_close(layer.key_offset[layer.kept], expected[layer.kept])
+    assert not layer.key_offset[layer.windowed].any()
+    assert layer.key_offset[layer.kept][:, 3].abs().min() > 1
     data.mean_rotary = means_over(4000)
     fit_hybrid_layer(layer, data)
     assert not layer.key_offset[:, [2, 6]].any()
@@ -94,7 +98,7 @@ def test_weights_of_keys_are_squared_gradients_of_attention(window):
 @torch.no_grad()
 def test_rounding_loses_less(saved_teacher):
     """Of keys with much in common."""
-    layer, data = layer_and_data(saved_teacher("qwen2"), bits=FEW_BITS)
+    layer, data = layer_and_data(saved_teacher("qwen2"), heads=KEPT, bits=FEW_BITS)
     u, rounding = data.batch(data.fitting()[:2])[0], layer.kept_roundings[0]
     for dim in (3, 7):
         layer.k_proj.bias.view(-1, 8)[:, dim] += 50.0
@@ -102,7 +106,7 @@ def test_rounding_loses_less(saved_teacher):
     data.mean_rotary = means_over(data.u.shape[1])
     for offset in (torch.zeros_like(layer.key_offset), offset_on(layer, data)):
         layer.key_offset.copy_(offset)
-        keys = layer.rotated_keys(layer.project_heads(u)[1], data.rotary)
+        keys = layer.rotated_keys(layer.project_heads(u)[1], data.rotary)[:, layer.kept]
         lost.append((rounding.decode(rounding.encode(keys), keys.dtype) - keys).norm())
     assert lost[1] < lost[0] / 5
 
