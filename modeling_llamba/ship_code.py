@@ -18,20 +18,21 @@ PROJECT_IMPORT = re.compile(r"^(\s*)from (?:modeling_llamba\.|\.+)(?:\w+\.)*(\w+
 """An import of one file of the project by another, from whatever folder."""
 RELATIVE_IMPORT = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
 
-
+EXPERTS = ("experts", "experts_beside_mlp", "experts_clamped")
 LEFT_OUT = 'raise ImportError("The model of this folder needs no {0}.py; `convert-to-hybrid update` would add it.")'
+"""Line that stands in place of an import of a file that is left out."""
 
 
 def unneeded(config) -> set[str]:
     """Names of the files that a model does without, of those that functions import where they make a layer."""
-    needed = set()
-    if "linear_attention" in config.layer_types:
-        needed.add("mixers")
-    if config.recurrent is not None:
-        needed.add("recurrent")
-    if getattr(config, "num_experts", None) is not None:
-        needed |= {"experts", "experts_beside_mlp", "experts_clamped"}
-    return {"mixers", "recurrent", "experts", "experts_beside_mlp", "experts_clamped"} - needed
+    names = set()
+    if "linear_attention" not in config.layer_types:
+        names.add("mixers")
+    if config.recurrent is None:
+        names.add("recurrent")
+    if getattr(config, "num_experts", None) is None:
+        names |= {*EXPERTS}
+    return names
 
 
 def code_files(config_class: type, config=None) -> dict[str, str]:

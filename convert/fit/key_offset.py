@@ -28,7 +28,7 @@ SEQUENCES = 2
 LEAST_KEPT = 0.75
 """Least length of the mean of a plane's unit vectors over a context: at that length, its ends just gain nothing."""
 FIRST = 4
-"""First tokens, whose keys are like no others, and lie at the beginning of every context."""
+"""First tokens, which get most of the attention, and lie at the beginning of every context."""
 QUERIES = 64
 """Queries of a sequence whose attention weighs keys."""
 
@@ -71,6 +71,7 @@ def score_weights(
     """
     query, key, value = (t.float() if t.dtype.itemsize < 4 else t for t in (query, key, value))
     length = key.shape[2]
+    # earlier queries have few keys to attend to
     rows = torch.linspace(length // 4, length - 1, QUERIES, device=key.device).long()
     query = query[:, :, rows].unflatten(1, (key.shape[1], -1))  # (B, K, R, Q, P)
     scores = query @ key[:, :, None].mT * attention.scaling

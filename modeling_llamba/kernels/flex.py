@@ -21,6 +21,8 @@ from .torch_backend import TorchBackend
 FLEX_BLOCK = 128
 MIN_QUERIES = 128
 """Least number of queries for which flex_attention is used: for fewer it runs another kernel, made for one query."""
+IS_THERE = hasattr(flex, "AuxRequest") and find_spec("triton") is not None
+"""True where it is compiled for a GPU, and returns the log-sum-exp, as it does since torch 2.9."""
 RECOMPILES = 256
 """Kinds of inputs in a process after which PyTorch would no longer compile, and hold all scores in memory."""
 
@@ -34,11 +36,9 @@ class FlexBackend(TorchBackend):
 
     def can_flex(self, heads: WindowedHeads, query: torch.Tensor, queries: int) -> bool:
         """Return True if flex_attention is a kernel for so many queries (..., P) of a head."""
-        if heads.dropout or queries < MIN_QUERIES:
+        if not IS_THERE or heads.dropout or queries < MIN_QUERIES:
             return False
-        if not hasattr(flex, "AuxRequest"):  # before torch 2.9 it returns no log-sum-exp
-            return False
-        return query.dtype != torch.float64 and query.shape[-1] >= 16 and find_spec("triton") is not None
+        return query.dtype != torch.float64 and query.shape[-1] >= 16
 
     def attend_groups(
         self, heads: WindowedHeads, query: torch.Tensor, keys, values, holders, until, layout: Layout

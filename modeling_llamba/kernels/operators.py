@@ -22,7 +22,7 @@ def as_operator(launch: Callable, changes: tuple[str, ...] = ()) -> Callable:
     it, and for tensors without memory.
 
     Otherwise it is called as it is: an operator takes as much of the host's time as a launch. Operators are named
-    after the file, of which every checkpoint brings its own.
+    after the module, which is imported under two names where a checkpoint's code and the project run in one process.
 
     Args:
         changes: names of the arguments that are written to.

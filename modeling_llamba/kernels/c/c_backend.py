@@ -48,7 +48,8 @@ class CBackend(TorchBackend):
         if not _has_memory(held):
             return super().open_blocks(held, shape, next_index, in_all_rows)
         opened = functions.open_rows(*held[:4], next_index, shape)
-        return held._replace(seen=held.seen) if opened else held
+        # another tuple of the same tensors says that a block was opened
+        return Held(*held) if opened else held
 
     def step(
         self, heads: WindowedHeads, projected: Projected, inputs: HybridInputs, layer

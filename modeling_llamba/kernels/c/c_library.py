@@ -1,4 +1,4 @@
-"""The library of the functions in C, which the C compiler of the machine makes when the first is called, in a second.
+"""The library of the functions in C, which the C compiler of the machine makes when the first is called, in seconds.
 
 It is kept beside the code that transformers downloads. Without a compiler PyTorch's operations do the same.
 """
@@ -82,7 +82,9 @@ def library(*others: Path) -> ctypes.CDLL | None:
     for folder in (LIBRARY_FOLDER, None):
         for found, options in variants:
             try:
-                with tempfile.TemporaryDirectory(dir=_made(folder)) as scratch:
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     linked = _compiled(sources, found, options, Path(scratch))
                     loaded = ctypes.CDLL(str(linked))
                     if folder is not None:
@@ -101,12 +103,6 @@ def _name_of(text: str, options: tuple[str, ...]) -> str:
     """File name of a library that was made of this source with these options for such a machine."""
     made_of = "\n".join([text, *options, sys.platform, platform.machine()])
     return f"{hashlib.sha256(made_of.encode()).hexdigest()}.so"
-
-
-def _made(folder: Path | None) -> Path | None:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _compiled(sources: list[Path], found: str, options: tuple[str, ...], scratch: Path) -> Path:

@@ -84,13 +84,7 @@ class TritonBackend(FlexBackend):
         return triton_prompt.fits(heads.shape, projected.query.shape[-1])
 
     def mix_blocks(
-        self,
-        heads: WindowedHeads,
-        projected: Projected,
-        inputs: HybridInputs,
-        held: Held | None,
-        begin: torch.Tensor | None,
-        tokens: NewTokens | None,
+        self, heads: WindowedHeads, projected: Projected, inputs: HybridInputs, held: Held | None, begin, tokens
     ) -> Mixed:
         """See `TorchBackend.mix_blocks`."""
         if not self._mixes(heads, projected, inputs):
