@@ -37,7 +37,7 @@ QUERIES = 64
 def key_offset(
     attention: TeacherAttention, inputs: Iterable[torch.Tensor], rotary: Rotary, mean_rotary: Rotary
 ) -> torch.Tensor:
-    """The offset (K, P) of a layer's keys.
+    """The offset (heads, P) of the keys of a layer's heads, or, in a hybrid layer, of those that are kept.
 
     Args:
         inputs: the layer's inputs (B, L, D). rotary: the embedding of their positions.
@@ -56,9 +56,7 @@ def key_offset(
     offset = offset / total.clamp(min=torch.finfo(total.dtype).tiny)
     fast = (torch.hypot(cos, sin) < LEAST_KEPT * at_one).flatten()
     offset[:, : len(fast)].masked_fill_(fast, 0)
-    if isinstance(attention, HybridAttention):
-        offset[attention.windowed] = 0
-    return offset
+    return offset[attention.kept] if isinstance(attention, HybridAttention) else offset
 
 
 def score_weights(
@@ -93,6 +91,6 @@ def fit_key_offset(attention: TeacherAttention, data: LayerData) -> None:
 
 
 def offset_on(attention: TeacherAttention, data: LayerData) -> torch.Tensor:
-    """The offset (K, P) of a layer's keys, on some sequences to fit on."""
+    """See `key_offset`, on some sequences to fit on."""
     inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()[:SEQUENCES]))
     return key_offset(attention, inputs, data.rotary, data.mean_rotary)

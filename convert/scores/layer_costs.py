@@ -141,26 +141,31 @@ def head_gains(aligner: Aligner, placement: Placement, shared: int) -> torch.Ten
 
 
 def _keeping(layer: HybridAttention, config: PreTrainedConfig) -> HybridAttention:
-    """The layer with other kept heads, before a fit, without an output map; all other tensors are the layer's own."""
+    """The layer with other kept heads, before a fit, without an output map; what heads share is the layer's own."""
     with torch.device("meta"):
         other = HybridAttention(config, layer.layer_idx)
     for name, module in layer.named_children():
         setattr(other, name, module)
-    for name, parameter in layer.named_parameters(recurse=False):
-        setattr(other, name, parameter)
+    other.salience, other.sinks = layer.salience, layer.sinks
     other.down = other.up = None
     if layer.mass is not None:
         other.mass = torch.nn.Parameter(theory_mass(config, layer.layer_idx).to(layer.mass))
+    if other.key_offset is not None:
+        offset = torch.zeros(
+            other.key_offset.shape, dtype=layer.k_proj.weight.dtype, device=layer.k_proj.weight.device
+        )
+        other.key_offset = torch.nn.Parameter(offset, requires_grad=False)
     return other
 
 
 def _errors_before_fit(
     layer: HybridAttention, others: Sequence[HybridAttention], data: LayerData, pieces: Pieces
 ) -> list[float]:
-    """Return the held-out errors of a layer of which only the offset of keys and the salience, if any, are fitted, and
-    of others that share its tensors."""
+    """Return the held-out errors of a layer and of others that share its tensors, of which only offsets of keys and
+    the salience, if any, are fitted."""
     data = dataclasses.replace(data, pieces=pieces)
-    fit_key_offset(layer, data)
+    for one in (layer, *others):
+        fit_key_offset(one, data)
     if layer.salience is not None:
         inputs = (data.batch(rows)[0] for rows in data.in_batches(data.fitting()))
         fit_salience(layer, inputs, data.rotary, pieces.queries)

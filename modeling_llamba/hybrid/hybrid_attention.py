@@ -55,7 +55,7 @@ from transformers.cache_utils import Cache
 
 from ..kernels.backend import backend_for
 from ..model.attention import TeacherAttention, append_keys, attend_rounded
-from ..model.rotary import Rotary, rotate_queries
+from ..model.rotary import Rotary, rotate_keys, rotate_queries
 from ..model.softmax import causal_bias
 from .eviction import BlockShape
 from .inputs import HybridInputs, Projected, WindowedHeads, of_heads, unpadded
@@ -67,8 +67,8 @@ from .rounding import Rounding
 class HybridAttention(TeacherAttention):
     """A hybrid layer; the module's docstring has its equations.
 
-    Parameters beside the teacher's: salience (D,) and key_offset (K, P), which get no gradient; mass (H', 2 + F' + F);
-    down (rank, 3 H' P) and up (D, rank). H' counts the query heads that are not kept.
+    Parameters beside the teacher's: salience (D,) and key_offset (K', P) without a gradient; mass (H', 2 + F' + F);
+    down (rank, 3 H' P) and up (D, rank). H' counts query heads with a window, K' key/value heads that are kept.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -79,7 +79,7 @@ class HybridAttention(TeacherAttention):
         self.kept = sorted({head // self.shared for head in config.full_heads_of(layer_idx)})
         self.windowed = [head for head in range(kv_heads) if head not in self.kept]
         self.kept_roundings = Rounding.of_pair(config.full_attention_bits, self.head_dim, config.backend)
-        self.key_offset = self.key_offset_of(self.shape.key_rounding.rounds or self.kept_roundings[0].rounds)
+        self.key_offset = self.make_key_offset(len(self.kept), self.kept_roundings[0])
         # no buffer, since accelerate leaves buffers out where it offloads weights to a disk
         salience = torch.zeros(config.hidden_size) if config.hybrid_salient else None
         self.register_parameter("salience", None if salience is None else nn.Parameter(salience, requires_grad=False))
@@ -131,7 +131,7 @@ class HybridAttention(TeacherAttention):
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
             sink_query = rotate_queries(query, inputs.sink_rotary)
-        query, key = rotate_queries(query, position_embeddings), self.rotated_keys(key, position_embeddings)
+        query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
         return Projected(query, sink_query, key, value, self._salience_of(hidden_states, inputs))
 
     def _salience_of(self, hidden_states: torch.Tensor, inputs: HybridInputs) -> torch.Tensor:
@@ -175,7 +175,7 @@ class HybridAttention(TeacherAttention):
             layer: of the cache, to go on from and to update; or None.
         """
         backend = backend_for(projected.query, self.config.backend)
-        heads = self.heads(has_far_sinks=projected.sink_query is not None)
+        heads = self.heads()
         if layer is not None and not torch.is_grad_enabled() and self._is_step(projected.query.shape[2], inputs):
             return backend.step(heads, projected, inputs, layer)
         return read_prompt(backend, heads, projected, inputs, layer)
@@ -186,12 +186,8 @@ class HybridAttention(TeacherAttention):
             return True
         return inputs.start is not None and inputs.start % self.shape.block + length <= self.shape.block
 
-    def heads(self, has_far_sinks: bool = False) -> WindowedHeads:
-        """The heads with a window, as a backend computes them.
-
-        Args:
-            has_far_sinks: True if sinks are attended to by queries of their own.
-        """
+    def heads(self) -> WindowedHeads:
+        """The heads with a window, as a backend computes them."""
         return WindowedHeads(
             self.shape,
             len(self.windowed),
@@ -201,7 +197,6 @@ class HybridAttention(TeacherAttention):
             self.sinks_of(self.windowed),
             self.mass,
             self.down is not None,
-            self.windowed_offset if has_far_sinks else None,
             self.dropout,
         )
 
@@ -209,17 +204,11 @@ class HybridAttention(TeacherAttention):
         """The learned sinks of the query heads of some key/value heads, (heads,); None where the teacher has none."""
         return None if self.sinks is None else of_heads(self.sinks[None], kv_heads, self.shared)[0]
 
-    @property
-    def windowed_offset(self) -> torch.Tensor | None:
-        """Offset (K, P) of the keys of heads with a window; None where there is none."""
-        if self.key_offset is None:
-            return None
-        return of_heads(self.key_offset.detach()[None], self.windowed)[0]
-
     def select_kept(self, projected: Projected) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of the kept heads."""
+        """Queries, keys less their offset, and values of the kept heads."""
         query = of_heads(projected.query, self.kept, self.shared)
-        return query, of_heads(projected.key, self.kept), of_heads(projected.value, self.kept)
+        key = self.less_offset(of_heads(projected.key, self.kept))
+        return query, key, of_heads(projected.value, self.kept)
 
     def select_windowed(self, projected: Projected) -> Projected:
         """Projections of the heads with a window, and the rows of their keys and values that a cache takes."""

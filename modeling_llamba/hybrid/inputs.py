@@ -45,7 +45,7 @@ def unpadded(hidden_states: torch.Tensor) -> HybridInputs:
 
 
 class Projected(NamedTuple):
-    """Queries, keys and values of all heads, rotated; keys are less their offset.
+    """Queries, keys and values of all heads, rotated.
 
     query (B, H, L, P). sink_query: the same for sinks that are too far away, or None. key, value (B, K, L, P).
     salience (B, L) in float32 or wider: +inf at sinks, -inf at padding. key_rows, value_rows: keys and values as a
@@ -71,8 +71,7 @@ class WindowedHeads(NamedTuple):
     shape: sizes of window, salient cache and state. kv_heads, shared: key/value heads K, and query heads R of each.
     scaling, softcap: of the scores; softcap None for none. sinks (H',): learned scores of attention to no token, or
     None. mass (H', 2 + F' + F): parameters of the log mass of the state; None where there is no state. has_map: True
-    if the low-rank map reads features. offset (K, P): what was taken off the keys; None where nothing was, or no sink
-    is far away. dropout: share of the probabilities that is dropped.
+    if the low-rank map reads features. dropout: share of the probabilities that is dropped.
     """
 
     shape: BlockShape
@@ -83,7 +82,6 @@ class WindowedHeads(NamedTuple):
     sinks: torch.Tensor | None
     mass: torch.Tensor | None
     has_map: bool
-    offset: torch.Tensor | None
     dropout: float
 
     @property

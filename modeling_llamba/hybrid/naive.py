@@ -40,8 +40,8 @@ def naive_hybrid_attention(
         v = layer.v_norm(v)
     far_q = rotate_queries(q, sink_rotary or rotary)
     q, k = rotate_queries(q, rotary), rotate_keys(k, rotary)
-    offset = torch.zeros_like(k[0]) if layer.key_offset is None else layer.key_offset
-    k = k - offset  # scores lack q . offset then, which changes no softmax
+    if layer.key_offset is not None:
+        k[:, layer.kept] -= layer.key_offset  # scores lack q . offset then, which changes no softmax
     k, v = _as_held(layer, k, 0), _as_held(layer, v, 1)
     salience = None if layer.salience is None else hidden_states @ layer.salience.double()
     outputs = []
@@ -55,8 +55,7 @@ def naive_hybrid_attention(
                 scores = _scores(layer, q[t, head], keys[: t + 1])
                 y.append(_attend(layer, head, scores, values[: t + 1])[0])
                 continue
-            lacking = (far_q[t, head] - q[t, head]) @ offset[head // shared]
-            to_sinks = _scores(layer, far_q[t, head], keys[sinks], lacking)
+            to_sinks = _scores(layer, far_q[t, head], keys[sinks])
             scores = torch.cat([to_sinks, _scores(layer, q[t, head], keys[salient + window])])
             near, near_mass = _attend(layer, head, scores, values[sinks + salient + window])
             if not evicted or layer.mass is None:
@@ -122,11 +121,9 @@ def _left(shape, salience: torch.Tensor | None, t: int) -> tuple[list[int], list
     return sinks, sorted(ranked[:places]), sorted(ranked[places:])
 
 
-def _scores(
-    layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor, lacking: torch.Tensor | float = 0.0
-) -> torch.Tensor:
-    """Scores (T,) of one query (P,) with keys (T, P), plus what all of them lack beside others."""
-    scores = (keys @ query + lacking) * layer.scaling
+def _scores(layer: HybridAttention, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Scores (T,) of one query (P,) with keys (T, P)."""
+    scores = keys @ query * layer.scaling
     if layer.softcap is None:
         return scores
     return layer.softcap * torch.tanh(scores / layer.softcap)

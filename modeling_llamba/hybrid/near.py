@@ -49,24 +49,6 @@ def beside_learned_sinks(heads: WindowedHeads, near: Near, heads_axis: int) -> N
     return output * (log_mass - with_sinks).exp()[..., None].to(output.dtype), with_sinks
 
 
-def beside_offset(
-    heads: WindowedHeads, far: Near, query: torch.Tensor, sink_query: torch.Tensor, heads_axis: int
-) -> Near:
-    """Attention to sinks by a query of their own, as it counts beside that to all others.
-
-    The scores of these lack the query's product with the offset of the keys, and those of sinks the sink query's.
-
-    Args:
-        far: output and log-sum-exp. query, sink_query: (..., P), key/value heads in `heads_axis`.
-    """
-    if heads.offset is None:
-        return far
-    output, log_mass = far
-    offset = heads.offset.view(len(heads.offset), *[1] * (query.ndim - heads_axis - 2), -1).to(log_mass.dtype)
-    moved = sink_query.to(log_mass.dtype) - query.to(log_mass.dtype)
-    return output, log_mass + (moved * offset).sum(-1) * heads.scaling
-
-
 def attend_sinks(
     heads: WindowedHeads, query, keys, values, salience: torch.Tensor, holders: torch.Tensor, layout: Layout
 ) -> Near:
@@ -93,15 +75,14 @@ def attend_held_sinks(heads: WindowedHeads, query, sink_query, keys, values, hel
         bias: (B, 1, Q, S + C), or None where all places are held, the first by sinks.
     """
     sinks = heads.shape.sinks
-    queries = query, sink_query
-    query, sink_query = (heads.shape.key_rounding.rotate(t) for t in queries)
+    query, sink_query = (heads.shape.key_rounding.rotate(t) for t in (query, sink_query))
     if bias is None:
         near = attend_of(heads, query, keys[:, :, sinks:], values[:, :, sinks:], None)
         far = attend_of(heads, sink_query, keys[:, :, :sinks], values[:, :, :sinks], None)
-        return merged(near, beside_offset(heads, far, *queries, heads_axis=1))
+        return merged(near, far)
     is_sink = (held.salience[:, :sinks] == torch.inf)[:, None, None]
     others = bias.expand(len(keys), -1, -1, -1).clone()
     others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, torch.finfo(query.dtype).min)
     near = attend_of(heads, query, keys, values, others)
     far = attend_of(heads, sink_query, keys[:, :, :sinks], values[:, :, :sinks], hiding(~is_sink, query.dtype))
-    return merged(near, beside_offset(heads, far, *queries, heads_axis=1))
+    return merged(near, far)

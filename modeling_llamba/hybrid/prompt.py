@@ -12,7 +12,7 @@ from ..model.softmax import merged
 from .block_layout import Layout
 from .eviction import Held, State, advance, decoded, open_block, open_blocks
 from .inputs import HybridInputs, Projected, WindowedHeads, joined, segment
-from .near import attend_sinks, beside_learned_sinks, beside_offset
+from .near import attend_sinks, beside_learned_sinks
 
 
 class Blocks(NamedTuple):
@@ -115,7 +115,6 @@ def attend_blocks(backend, heads: WindowedHeads, projected: Projected, held: Hel
         visible = layout.without_sinks(until, salience)
         sink_query = layout.queries(projected.sink_query, heads.groups)
         sinks = attend_sinks(heads, sink_query, keys, values, salience, holders, layout)
-        sinks = beside_offset(heads, sinks, query, sink_query, heads_axis=2)
     near = backend.attend_groups(heads, query, keys, values, holders, visible, layout)
     if sinks is not None:
         near = merged(near, sinks)

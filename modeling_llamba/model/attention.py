@@ -57,18 +57,17 @@ class TeacherAttention(nn.Module):
         if config.learned_sinks:  # scores (H,) of attention to no token
             self.sinks = nn.Parameter(torch.zeros(heads))
 
-    def key_offset_of(self, rounds: bool) -> nn.Parameter | None:
-        """Offset (K, P) of keys, for a layer that rounds them; None in a model without such.
+    def make_key_offset(self, heads: int, rounding: Rounding) -> nn.Parameter | None:
+        """Offset (heads, P) of keys that are rounded so; None in a model without such.
 
         Softmax is the same if one vector is taken off all keys of a head.
         """
-        if not (self.config.key_offsets and rounds):
+        if not (self.config.key_offsets and rounding.rounds and heads):
             return None
-        return nn.Parameter(torch.zeros(self.k_proj.out_features // self.head_dim, self.head_dim), requires_grad=False)
+        return nn.Parameter(torch.zeros(heads, self.head_dim), requires_grad=False)
 
-    def rotated_keys(self, key: torch.Tensor, position_embeddings: Rotary) -> torch.Tensor:
-        """Keys (B, K, L, P) as they are attended to and held: rotated, and less their offset."""
-        key = rotate_keys(key, position_embeddings)
+    def less_offset(self, key: torch.Tensor) -> torch.Tensor:
+        """Rotated keys (B, heads, L, P) as they are attended to and held."""
         if self.key_offset is None:
             return key
         return key - self.key_offset.detach()[:, None].to(key.dtype)
@@ -114,7 +113,7 @@ class SoftmaxAttention(TeacherAttention):
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
         self.roundings = Rounding.of_attention(config, layer_idx)
-        self.key_offset = self.key_offset_of(self.roundings[0].rounds)
+        self.key_offset = self.make_key_offset(config.num_key_value_heads, self.roundings[0])
 
     def forward(
         self,
@@ -126,7 +125,8 @@ class SoftmaxAttention(TeacherAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, L, D) -> (B, L, D) and the probabilities (B, H, L, L) when the backend returns them."""
         query, key, value = self.project_heads(hidden_states)
-        query, key = rotate_queries(query, position_embeddings), self.rotated_keys(key, position_embeddings)
+        query = rotate_queries(query, position_embeddings)
+        key = self.less_offset(rotate_keys(key, position_embeddings))
         store = None
         if cache is not None:
             store = functools.partial(update_keys, cache, self.layer_idx)

@@ -81,14 +81,12 @@ class SlotStep:
         heads = heads.float().contiguous()
         mass = self.attention.mass.detach().float().contiguous()
         has_sinks = heads.shape[2] > K * (R + 2)
-        offset = self.attention.windowed_offset if has_sinks else None
-        offset = None if offset is None else offset.float().contiguous()
         output, features = heads.new_empty(batch, 1, K * R, P), heads.new_empty(batch, 1, 3 * K * R * P)
         scratch = memory.new_empty(batch * K * self.room)
         library(PAGES).step_in_slots(
             pointer(memory), ctypes.c_int64(memory.shape[1]), pointer(rows), rows.shape[1], self.places,
             pointer(index), pointer(salience), pointer(heads), has_sinks,
-            *map(pointer, (offset, mass, output, features)), *self.roundings, self.layer, batch, pointer(scratch),
+            *map(pointer, (mass, output, features)), *self.roundings, self.layer, batch, pointer(scratch),
             ctypes.c_int64(self.room), torch.get_num_threads(),
         )  # fmt: skip
         return output.to(dtype), features.to(dtype)

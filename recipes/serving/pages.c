@@ -53,12 +53,12 @@ static void encode(const float *vector, uint8_t *row, int P, Rounding rounding)
 /* Write a token of each request into its slot and mix it.
 
    places: of salience, state, keys and values in a request's slots. heads: queries of R K heads, where there are any
-   those to sinks, keys and values of K heads. offset (K, P): what was taken off the keys. room: bytes of `scratch`
+   those to sinks, keys and values of K heads. room: bytes of `scratch`
    for each key/value head. */
 void step_in_slots(uint8_t *memory, int64_t size, const int64_t *rows, int pages, const int64_t *places,
-                   const int64_t *number, const float *salience, const float *heads, int has_sinks,
-                   const float *offset, const float *mass, float *output, float *features, const int *key_rounding,
-                   const int *value_rounding, Layer layer, int B, uint8_t *scratch, int64_t room, int threads)
+                   const int64_t *number, const float *salience, const float *heads, int has_sinks, const float *mass,
+                   float *output, float *features, const int *key_rounding, const int *value_rounding, Layer layer,
+                   int B, uint8_t *scratch, int64_t room, int threads)
 {
     Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
     Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
@@ -92,8 +92,8 @@ void step_in_slots(uint8_t *memory, int64_t size, const int64_t *rows, int pages
                      held(slots, places[3] + k * value_bytes, value_bytes, for_values), of_values,
                      held(slots, places[0], 4 * layer.S, for_salience),
                      held(slots, places[1] + k * state_bytes, state_bytes, for_state), number[b], query,
-                     has_sinks ? query + K * group : 0, offset ? offset + k * P : 0, mass + k * R * masses,
-                     output + (int64_t)n * group, features + 3 * (int64_t)n * group, layer);
+                     has_sinks ? query + K * group : 0, mass + k * R * masses, output + (int64_t)n * group,
+                     features + 3 * (int64_t)n * group, layer);
         }
     }
 }

@@ -344,8 +344,7 @@ class HybridSlots(SlotLayer):
 
     def _read(self, projected: Projected, inputs: HybridInputs, layer: HybridLayer | None):
         backend = backend_for(projected.query, self.mixer.config.backend)
-        heads = self.mixer.heads(has_far_sinks=projected.sink_query is not None)
-        return read_prompt(backend, heads, projected, inputs, layer)
+        return read_prompt(backend, self.mixer.heads(), projected, inputs, layer)
 
     def decode(self, inputs: list[torch.Tensor], output: torch.Tensor, metadata: SlotMetadata) -> None:
         """One token of each request."""

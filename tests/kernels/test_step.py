@@ -51,13 +51,13 @@ CASES = {  # options of the layer, its dtype, the farthest a sink may be, rows o
     "many salient": (dict(hybrid_salient=9), torch.float32, 8, PADDED),
     "D 6, blocks of one token": (dict(head_dim=6, hybrid_block=1, hybrid_window=3), torch.float32, None, PADDED),
     "rows of 8 bits": (dict(window_bits=8), torch.float32, None, PADDED),
-    "rows of 8 bits, keys less an offset, far sinks": (dict(window_bits=8, key_offsets=True), torch.float32, 8, False),
     "rows of 8 bits, D 48, far sinks, a kept head of 6 and 4": (
         dict(head_dim=48, window_bits=8, full_attention_bits=[6, 4], hybrid_full_heads=[[2, 3]]),
         torch.float32, 8, False,
     ),
-    "a kept head of 4 and 8 bits, padded": (
-        dict(head_dim=16, full_attention_bits=[4, 8], hybrid_full_heads=[[0, 1]]), torch.float32, None, PADDED,
+    "a kept head of 4 and 8 bits, keys less an offset, padded": (
+        dict(head_dim=16, full_attention_bits=[4, 8], key_offsets=True, hybrid_full_heads=[[0, 1]]),
+        torch.float32, None, PADDED,
     ),
     "bf16, a kept head of 6 and 4 bits": (
         dict(head_dim=64, window_bits=8, full_attention_bits=[6, 4], hybrid_full_heads=[[4, 5]],

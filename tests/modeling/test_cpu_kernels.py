@@ -54,8 +54,9 @@ LAYERS = {  # options of the layer, the farthest a sink may be
     "neither sinks nor salient": (dict(hybrid_salient=0, hybrid_sinks=0), None),
     "far sinks": (dict(hybrid_salient=9), 8),
     "8 bits": (dict(window_bits=8), None),
-    "keys less an offset": (dict(window_bits=8, key_offsets=True, hybrid_full_heads=[[2, 3]]), None),
-    "keys less an offset, far sinks": (dict(window_bits=8, key_offsets=True, hybrid_salient=9), 8),
+    "a kept head, keys less an offset": (
+        dict(window_bits=8, full_attention_bits=8, key_offsets=True, hybrid_full_heads=[[2, 3]]), None,
+    ),
     "6 and 4 bits, far sinks, a kept head": (
         dict(head_dim=48, window_bits=[6, 4], full_attention_bits=[6, 4], hybrid_full_heads=[[2, 3]]), 8,
     ),

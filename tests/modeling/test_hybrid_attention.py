@@ -45,10 +45,7 @@ CASES = {
     "windows of 16 and 2 bits": dict(head_dim=48, window_bits=[16, 2]),
     "a kept head of 6 and 2 bits": dict(head_dim=16, hybrid_full_heads=[[2, 3]], full_attention_bits=[6, 2]),
     "4 bits, far sinks": dict(head_dim=16, hybrid_sink_reach=20, window_bits=4, attn_logit_softcapping=2.0),
-    "keys less an offset": dict(window_bits=8, key_offsets=True),
-    "keys less an offset, far sinks, a kept head": dict(
-        window_bits=8, full_attention_bits=8, key_offsets=True, hybrid_sink_reach=20, hybrid_full_heads=[[2, 3]],
-    ),
+    "a kept head, keys less an offset": dict(full_attention_bits=8, key_offsets=True, hybrid_full_heads=[[2, 3]]),
     "biases": dict(attention_bias=True, attention_out_bias=True),
     "rms norms": dict(qk_norm="rms"),
     "norms of Gemma's kind": dict(qk_norm="rms", norm_unit_offset=True, attention_multiplier=0.3),

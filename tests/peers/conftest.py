@@ -29,8 +29,10 @@ if os.environ.get("PEERS"):  # an ordinary run imports this file, too
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Mark tests of PEFT that are known to fail on a shape."""
+    """Mark tests of PEFT that are known to fail on a shape, and those of other models, which come from a hub."""
     for item in items:
         if shape := re.search(r"runs/peers/models/(\w+)\]", item.name):
             if (reason := known_of(shape[1], item.name, PEFT)) is not None:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
+        elif item.path.name == "test_peft.py":
+            item.add_marker(pytest.mark.skip(reason="a model of a hub, none of our shapes"))

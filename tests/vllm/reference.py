@@ -83,7 +83,7 @@ def make_converted(folder: Path, prompts: list[list[int]]) -> None:
     sizes = TINY | {"hidden_size": 128, "max_position_embeddings": 1024}
     LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.1)).save_pretrained(folder / "teacher")
     chat_tokenizer().save_pretrained(folder / "teacher")
-    for name, cache, bits in ((CONVERTED, 0.4, 16), (ROUNDED, 0.2, None)):
+    for name, cache, bits in ((CONVERTED, 0.4, 16), (ROUNDED, 0.15, None)):
         convert(
             str(folder / "teacher"), str(folder / name), cache=cache, bits=bits, context=600, text="sampled",
             tokens=8192, alignment={"sequence_length": 512},

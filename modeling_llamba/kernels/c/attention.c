@@ -37,20 +37,19 @@ static inline void add_weighted(const float *weights, const float *vectors, int 
 
 /* What `attend` does; inlined, so that P may be a constant. */
 static inline __attribute__((always_inline)) void
-attend_dims(const float *query, const float *sink_query, const float *sink_shift, int sinks, const uint8_t *keys,
-            Rounding of_keys, const uint8_t *values, Rounding of_values, int first, int last, const float *bias,
-            int biased, float softcap, int R, int P, float *output, float *highest, float *total)
+attend_dims(const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
+            const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased,
+            float softcap, int R, int P, float *output, float *highest, float *total)
 {
     float score[R + TOGETHER][TILE], t[TILE * P];
     memset(score[R], 0, TOGETHER * sizeof score[0]);
     for (; first < last; first += TILE) {
         int columns = last - first < TILE ? last - first : TILE;
         for (int c = 0; c < columns; c++) {
-            int is_sink = first + c < sinks;
-            const float *q = is_sink ? sink_query : query;
+            const float *q = first + c < sinks ? sink_query : query;
             unpack(keys + (int64_t)(first + c) * of_keys.step, t, P, of_keys);
             for (int r = 0; r < R; r++) {
-                float sum = is_sink ? sink_shift[r] : 0.0f;
+                float sum = 0.0f;
                 for (int d = 0; d < P; d++)
                     sum += q[r * P + d] * t[d];
                 score[r][c] = sum;
@@ -81,14 +80,14 @@ attend_dims(const float *query, const float *sink_query, const float *sink_shift
     }
 }
 
-void attend(const float *query, const float *sink_query, const float *sink_shift, int sinks, const uint8_t *keys,
-            Rounding of_keys, const uint8_t *values, Rounding of_values, int first, int last, const float *bias,
-            int biased, float softcap, int R, int P, float *output, float *highest, float *total)
+void attend(const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
+            const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased,
+            float softcap, int R, int P, float *output, float *highest, float *total)
 {
 /* loops over a number of dims that is known need no remainders, which takes a third of the time */
 #define ATTEND(P)                                                                                                     \
-    attend_dims(query, sink_query, sink_shift, sinks, keys, of_keys, values, of_values, first, last, bias, biased,    \
-                softcap, R, P, output, highest, total)
+    attend_dims(query, sink_query, sinks, keys, of_keys, values, of_values, first, last, bias, biased, softcap, R, P, \
+                output, highest, total)
     if (P == 64)
         ATTEND(64);
     else if (P == 128)
@@ -130,7 +129,7 @@ void attend_to_rows(const float *query, const uint8_t *keys, const uint8_t *valu
             while (column < end) {
                 int before = column / block * block, last = before + block < end ? block : end - before;
                 int64_t page = table ? table[b * most + column / block] : b;
-                attend(t, t, 0, 0, keys + page * strides[0] + k * strides[1], of_keys,
+                attend(t, t, 0, keys + page * strides[0] + k * strides[1], of_keys,
                        values + page * strides[2] + k * strides[3], of_values, column - before, last,
                        bias ? bias + (int64_t)b * T : 0, bias ? T : 0, softcap, R, P, found, found + R * P,
                        found + R * P + R);

@@ -10,12 +10,11 @@ void begin(int R, int P, float *output, float *highest, float *total);
 /* Softmax attention of the queries of R heads to some columns, beside those before; the sum of values is not yet
    divided by `total`.
 
-   query, sink_query: R x P, rotated as keys are, times the scale; the second is for the first `sinks` columns, to
-   whose scores sink_shift (R) is added.
+   query, sink_query: R x P, rotated as keys are, times the scale; the second is for the first `sinks` columns.
    bias: added to the scores of the first `biased` columns, -inf where one is hidden. */
-void attend(const float *query, const float *sink_query, const float *sink_shift, int sinks, const uint8_t *keys,
-            Rounding of_keys, const uint8_t *values, Rounding of_values, int first, int last, const float *bias,
-            int biased, float softcap, int R, int P, float *output, float *highest, float *total);
+void attend(const float *query, const float *sink_query, int sinks, const uint8_t *keys, Rounding of_keys,
+            const uint8_t *values, Rounding of_values, int first, int last, const float *bias, int biased,
+            float softcap, int R, int P, float *output, float *highest, float *total);
 
 /* The queries of R heads, times the scale and rotated as keys are. */
 void scaled_query(const float *query, float *t, int R, int P, float scale, Rounding of_keys);

@@ -61,7 +61,7 @@ class CBackend(TorchBackend):
         shape = heads.shape
         layer.put(projected.tokens(inputs.index), inputs.start)
         output, features = functions.mix_one(
-            *layer.held, query, projected.sink_query, heads.offset, heads.mass, heads.scaling, heads.softcap or 0.0,
+            *layer.held, query, projected.sink_query, heads.mass, heads.scaling, heads.softcap or 0.0,
             shape.block, shape.sinks, shape.places, *shape.slow, shape.key_rounding.bits, shape.value_rounding.bits,
         )  # fmt: skip
         return output, None if is_early(heads, inputs) else features

@@ -125,7 +125,6 @@ def mix_one(
     seen: torch.Tensor,
     query: torch.Tensor,
     sink_query: torch.Tensor | None,
-    offset: torch.Tensor | None,
     mass: torch.Tensor,
     scale: float,
     softcap: float,
@@ -149,12 +148,12 @@ def mix_one(
     seen = seen.contiguous()
     queries = query.float().contiguous()
     mass = mass.float().contiguous()
-    sink_query, offset = (None if t is None else t.float().contiguous() for t in (sink_query, offset))
+    sink_query = None if sink_query is None else sink_query.float().contiguous()
     output, features = queries.new_empty(batch, 1, heads, P), queries.new_empty(batch, 1, 3 * heads * P)
     library().mix_one(
         *map(pointer, (keys, values, salience, state, seen)),
         int64s(*strides, salience.stride(0), state.stride(0)),
-        *map(pointer, (queries, sink_query, offset, mass, output, features)),
+        *map(pointer, (queries, sink_query, mass, output, features)),
         _rows_of(keys, key_bits, P), _rows_of(values, value_bits, P),
         Layer(
             kv_heads, heads // kv_heads, P, state.shape[-1] - 1, columns, block, sinks, places, planes, slow_planes,

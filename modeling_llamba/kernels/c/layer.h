@@ -25,16 +25,14 @@ static int column_of(int64_t number, Layer layer)
 
 /* One token of a key/value head: the mixed outputs (R, P) and the features (R, 3, P).
 
-   rank: salience of the columns. sums: the state. offset (P): what was taken off the keys, or none. mass: of the R
-   heads. */
+   rank: salience of the columns. sums: the state. mass: of the R heads. */
 static inline void mix_head(const uint8_t *keys, Rounding of_keys, const uint8_t *values, Rounding of_values,
                             const float *rank, const float *sums, int64_t number, const float *query,
-                            const float *sink_query, const float *offset, const float *mass, float *output,
-                            float *features, Layer layer)
+                            const float *sink_query, const float *mass, float *output, float *features, Layer layer)
 {
     int R = layer.R, P = layer.P, N = layer.N, S = layer.S, planes = layer.planes, slow_planes = layer.slow_planes;
     int masses = 2 + N - slow_planes + P - planes, held_sinks = 0;
-    float near[R * P], highest[R], total[R], q[R * P], sink_q[R * P], bias[S + 1], sink_shift[R];
+    float near[R * P], highest[R], total[R], q[R * P], sink_q[R * P], bias[S + 1];
     for (int c = 0; c < S; c++)
         bias[c] = rank[c] == -INFINITY ? -INFINITY : 0.0f;
     scaled_query(query, q, R, P, layer.scale, of_keys);
@@ -42,16 +40,10 @@ static inline void mix_head(const uint8_t *keys, Rounding of_keys, const uint8_t
         while (held_sinks < layer.sinks && rank[held_sinks] == INFINITY)
             held_sinks++;
         scaled_query(sink_query, sink_q, R, P, layer.scale, of_keys);
-        /* all other scores lack q . offset, and those of sinks sink_q . offset */
-        for (int r = 0; r < R; r++) {
-            sink_shift[r] = 0.0f;
-            for (int d = 0; d < P && offset; d++)
-                sink_shift[r] += layer.scale * (sink_query[r * P + d] - query[r * P + d]) * offset[d];
-        }
     }
     begin(R, P, near, highest, total);
-    attend(q, sink_q, sink_shift, held_sinks, keys, of_keys, values, of_values, 0, column_of(number, layer) + 1, bias,
-           S, layer.softcap, R, P, near, highest, total);
+    attend(q, sink_q, held_sinks, keys, of_keys, values, of_values, 0, column_of(number, layer) + 1, bias, S,
+           layer.softcap, R, P, near, highest, total);
 
     const float *of_keys_sums = sums + P * (N + 1);
     float count = of_keys_sums[0], least = larger(count, 1.0f);

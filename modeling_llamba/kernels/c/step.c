@@ -6,8 +6,8 @@
 /* strides: of a row of the batch, in bytes of keys and of values, and in numbers of salience and of the state */
 void mix_one(const uint8_t *keys, const uint8_t *values, const float *salience, const float *state,
              const int64_t *seen, const int64_t *strides, const float *query, const float *sink_query,
-             const float *offset, const float *mass, float *output, float *features, const int *key_rounding,
-             const int *value_rounding, Layer layer, int B, int threads)
+             const float *mass, float *output, float *features, const int *key_rounding, const int *value_rounding,
+             Layer layer, int B, int threads)
 {
     Rounding of_keys = {key_rounding[0], key_rounding[1], key_rounding[2]};
     Rounding of_values = {value_rounding[0], value_rounding[1], value_rounding[2]};
@@ -19,8 +19,7 @@ void mix_one(const uint8_t *keys, const uint8_t *values, const float *salience, 
                  values + b * strides[1] + (int64_t)k * layer.T * of_values.step, of_values, salience + b * strides[2],
                  state + b * strides[3] + (int64_t)k * (layer.P + 1) * (layer.N + 1), seen[b] > 0 ? seen[b] - 1 : 0,
                  query + (int64_t)n * size, sink_query ? sink_query + (int64_t)n * size : 0,
-                 offset ? offset + k * layer.P : 0, mass + k * layer.R * masses, output + (int64_t)n * size,
-                 features + 3 * (int64_t)n * size, layer);
+                 mass + k * layer.R * masses, output + (int64_t)n * size, features + 3 * (int64_t)n * size, layer);
     }
 }
 

@@ -64,7 +64,7 @@ class TritonBackend(FlexBackend):
             return super().step(heads, projected, inputs, layer)
         layer.put(projected.tokens(inputs.index), inputs.start)
         output, features = triton_step.mix_one(
-            *layer.held, query, projected.sink_query, heads.offset, heads.mass, heads.scaling, heads.softcap or 0.0,
+            *layer.held, query, projected.sink_query, heads.mass, heads.scaling, heads.softcap or 0.0,
             shape.block, shape.sinks, shape.places, *shape.slow,
         )  # fmt: skip
         return output, None if is_early(heads, inputs) else features

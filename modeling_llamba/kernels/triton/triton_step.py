@@ -94,7 +94,6 @@ def mix_one(
     seen: torch.Tensor,
     query: torch.Tensor,
     sink_query: torch.Tensor | None,
-    offset: torch.Tensor | None,
     mass: torch.Tensor,
     scale: float,
     softcap: float,
@@ -109,24 +108,20 @@ def mix_one(
     Args:
         keys, values, salience, state, seen: `Held` of eviction.py, which holds the token already.
         query, sink_query: (B, H', 1, P); the second attends to sinks that have left the window, where it is given.
-        offset: (K, P), what was taken off the keys, or None.
         mass: (H', 2 + F' + F). scale, softcap: of the scores, softcap 0 for none.
         block, sinks, places: of `BlockShape`. planes, slow_planes: of `SlowDims`.
     """
     batch, heads, _, P = query.shape
     (_, kv_heads, columns, key_width), slow = keys.shape, state.shape[-1] - 1
     output, features = query.new_empty(batch, 1, heads, P), query.new_empty(batch, 1, 3 * heads * P)
-    has_shift = sink_query is not None and offset is not None
     if sink_query is None:
         sink_query = query
-    if offset is None:
-        offset = mass  # not read
-    inputs = keys, values, salience, state, seen, query, sink_query, offset, mass
+    inputs = keys, values, salience, state, seen, query, sink_query, mass
     with on_device_of(query):
         mix_one_kernel[(batch * heads,)](
             *(t.contiguous() for t in inputs), output, features, scale, softcap, kv_heads, heads // kv_heads, P, slow,
             key_width, values.shape[3], P & -P, planes, slow_planes, sinks, places, columns - places, block,
-            *tile_of(P, columns), tile_of(P, slow)[1], has_shift,
+            *tile_of(P, columns), tile_of(P, slow)[1],
             num_warps=WARPS,
         )  # fmt: skip
     return output, features
@@ -320,12 +315,12 @@ def note_kernel(
 
 @triton.jit
 def mix_one_kernel(
-    keys, values, salience, state, seen, query, sink_query, offset, mass, output, features, scale, softcap,
+    keys, values, salience, state, seen, query, sink_query, mass, output, features, scale, softcap,
     K: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PART: tl.constexpr,
     PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
     SINKS: tl.constexpr, S: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
-    DIMS: tl.constexpr, COLUMNS: tl.constexpr, SLOW: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    DIMS: tl.constexpr, COLUMNS: tl.constexpr, SLOW: tl.constexpr,
 ):  # fmt: skip
     """One query head of one row."""
     at = tl.program_id(0)
@@ -339,10 +334,6 @@ def mix_one_kernel(
     in_d = d < P
     q = tl.load(query + at * P + d, mask=in_d, other=0.0).to(tl.float32) * scale
     sink_q = tl.load(sink_query + at * P + d, mask=in_d, other=0.0).to(tl.float32) * scale
-    sink_shift = 0.0
-    if HAS_SHIFT:  # all other scores lack q . offset, and those of sinks sink_q . offset
-        of_head = tl.load(offset + kv % K * P + d, mask=in_d, other=0.0).to(tl.float32)
-        sink_shift = tl.sum((sink_q - q) * of_head)
     near_q = q
     if keys.dtype.element_ty == tl.uint8:
         near_q, sink_q = rotated(q, PART), rotated(sink_q, PART)
@@ -358,8 +349,6 @@ def mix_one_kernel(
         is_sink = (column < SINKS) & (rank == float("inf"))
         k = vectors(keys, column, visible, d, in_d, KEY_WIDTH)
         score = tl.sum(k * tl.where(is_sink[:, None], sink_q[None, :], near_q[None, :]), axis=1)
-        if HAS_SHIFT:
-            score += tl.where(is_sink, sink_shift, 0.0)
         if softcap > 0:
             score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)  # tanh
         above = tl.maximum(highest, tl.max(tl.where(visible, score, -1e30)))

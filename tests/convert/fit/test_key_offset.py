@@ -39,12 +39,13 @@ def positions(length):
 @torch.no_grad()
 def test_softmax_does_not_notice_an_offset(types):
     """In the model's own type, at sinks that are far away, too; while a prompt is read and for each token after it."""
-    stateless = dict(mixer="none", mixer_decay_bias=False, hybrid_sink_reach=10, hybrid_full_heads=None)
+    stateless = dict(mixer="none", mixer_decay_bias=False, hybrid_sink_reach=10)
+    stateless["hybrid_full_heads"] = [[0, 1] if kind == "hybrid" else [] for kind in types]
     model, ids = make_hybrid(pattern="beside-only", layer_types=types, **stateless), random_ids(2, 40)
     expected = model(ids, use_cache=False).logits
     for module in model.modules():
         if hasattr(module, "key_offset"):
-            shape = module.k_proj.out_features // module.head_dim, module.head_dim
+            shape = len(getattr(module, "kept", range(2))), module.head_dim
             module.key_offset = nn.Parameter(torch.randn(shape, dtype=torch.float64), requires_grad=False)
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
     cache = model.new_cache()
@@ -66,9 +67,8 @@ def test_an_offset_is_a_mean_of_keys_over_a_contexts_positions(saved_teacher):
     others = rotate_keys(others[None, :, None].expand(1, -1, 200, -1), positions(200))[0].mean(1)
     slow = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])  # two planes of four turn by 0.2 and 2 in 200 tokens
     expected = (sinks + others) / weights.sum((0, 2)) * slow
-    torch.testing.assert_close(layer.key_offset[layer.kept], expected[layer.kept])
-    assert not layer.key_offset[layer.windowed].any()
-    assert layer.key_offset[layer.kept][:, 3].abs().min() > 1
+    torch.testing.assert_close(layer.key_offset, expected[layer.kept])
+    assert layer.key_offset[:, 3].abs().min() > 1
     data.mean_rotary = means_over(4000)
     fit_hybrid_layer(layer, data)
     assert not layer.key_offset[:, [2, 6]].any()
@@ -106,7 +106,7 @@ def test_rounding_loses_less(saved_teacher):
     data.mean_rotary = means_over(data.u.shape[1])
     for offset in (torch.zeros_like(layer.key_offset), offset_on(layer, data)):
         layer.key_offset.copy_(offset)
-        keys = layer.rotated_keys(layer.project_heads(u)[1], data.rotary)[:, layer.kept]
+        keys = layer.less_offset(rotate_keys(layer.project_heads(u)[1], data.rotary)[:, layer.kept])
         lost.append((rounding.decode(rounding.encode(keys), keys.dtype) - keys).norm())
     assert lost[1] < lost[0] / 5
 
@@ -116,7 +116,9 @@ def test_a_conversion_writes_offsets_of_all_that_is_rounded(saved_teacher, tmp_p
     convert(str(saved_teacher("qwen2")), tmp_path / "out", bits=8, cache=0.5, attention_layers="0", sinks=2, **options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     offsets = {name: p for name, p in model.named_parameters() if name.endswith("key_offset")}
-    assert len(offsets) == model.config.num_hidden_layers
+    config = model.config
+    with_offset = {layer for layer in range(config.num_hidden_layers) if not layer or config.full_heads_of(layer)}
+    assert len(offsets) == len(with_offset)
     assert all(offset.any() and not offset.requires_grad for offset in offsets.values())
     assert "model.layers.0.self_attn.key_offset" in offsets
     options.pop("context")
@@ -150,7 +152,8 @@ def test_an_export_leaves_offsets_out(saved_teacher, tmp_path):
 
 
 def test_a_key_offset_needs_a_few_tokens_alone():
-    layer = make_hybrid(key_offsets=True, window_bits=8, pattern="beside-only").model.layers[0].mixer
+    options = dict(full_attention_bits=8, hybrid_full_heads=[[2, 3], []])
+    layer = make_hybrid(key_offsets=True, pattern="beside-only", **options).model.layers[0].mixer
     u = torch.randn(1, FIRST + 1, 32, dtype=torch.float64)
     unturned = torch.ones(1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 8), torch.ones(1, 1, 8)
     rotary = tuple(t.double().expand(-1, FIRST + 1, -1) for t in unturned[:2])
