@@ -10,9 +10,9 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE, requested_backend
 from modeling_llamba.kernels.c.c_library import COMPILE_VARIABLE, LIBRARY_FOLDER, compilers, library
-from modeling_llamba.mixers.ssd import choose_backend, fla_gradient_problem
+from modeling_llamba.kernels.triton.scans import choose_scan, fla_gradient_problem
 
 LIBRARIES = (
     "convert-to-hybrid", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate",
@@ -93,7 +93,10 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         on_cpu = {"runs": "torch", "why": problem}
     if asked := os.environ.get(BACKEND_VARIABLE):
         try:
-            runs = choose_backend(asked, cuda, recording=False)
+            asked = requested_backend("auto")
+            if not cuda and asked in ("fla", "mamba_ssm"):
+                raise ValueError("no CUDA device")
+            runs = choose_scan(asked, recording=False) if cuda else "torch"
             scan = {"runs": runs, "why": f"{BACKEND_VARIABLE} asks for {asked}"}
         except ValueError as error:
             scan = {"runs": "nothing", "why": f"{BACKEND_VARIABLE} asks for {asked}: {error}"}

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.utils import logging
 
+from ..model.config_values import BACKEND_NAMES
+
 if TYPE_CHECKING:
     from .torch_backend import TorchBackend
 
@@ -23,7 +25,7 @@ BACKEND_VARIABLE = "HYBRID_BACKEND"
 """Environment variable that overrides the configuration's `backend`."""
 FORMER_VARIABLE = "HYBRID_SSD_BACKEND"
 """Name of that variable up to version 0.2."""
-INTERFACE = 1
+INTERFACE = 2
 """Number of the operations' signatures, and of the tuples that they read; another one means another package."""
 BACKENDS = {"cpu": "kernels.c.c_backend", "cuda": "kernels.triton.triton_backend"}
 """Module of the package with the backend of a kind of device."""
@@ -32,8 +34,15 @@ FOUND: dict[str, "TorchBackend"] = {}
 
 
 def requested_backend(configured: str) -> str:
-    """Return the backend that the environment variable HYBRID_BACKEND asks for, else the configuration's."""
-    return os.environ.get(BACKEND_VARIABLE) or os.environ.get(FORMER_VARIABLE) or configured
+    """Return the backend that the environment variable HYBRID_BACKEND asks for, else the configuration's.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    asked = os.environ.get(BACKEND_VARIABLE) or os.environ.get(FORMER_VARIABLE) or configured
+    if asked not in BACKEND_NAMES:
+        raise ValueError(f"Unknown backend {asked!r} in {BACKEND_VARIABLE}; choose one of {', '.join(BACKEND_NAMES)}.")
+    return asked
 
 
 def backend_for(like: torch.Tensor, setting: str, dtype: torch.dtype | None = None) -> "TorchBackend":

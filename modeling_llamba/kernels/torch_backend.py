@@ -1,7 +1,7 @@
 """PyTorch's operations of a hybrid: the reference that other backends override in part.
 
 Shapes: B batch, L length, H heads, H' heads with a window, K key/value heads, R heads per key/value head, P head dim,
-E block, S places, T columns, M mixed blocks, J groups of blocks, W bytes of a row.
+E block, S places, T columns, M mixed blocks, J groups of blocks, W bytes of a row, I inner width.
 """
 
 import torch
@@ -29,6 +29,9 @@ class TorchBackend:
 
     has_kernel_for_rows = False
     """True if `attend_to_rows` is faster than an attention function of transformers' on all that is decoded."""
+
+    convolves_in_place = False
+    """True if there is a `convolve_one`."""
 
     def computes(self, dtype: torch.dtype) -> bool:
         """Return True if the operations take numbers of this type."""
@@ -211,3 +214,29 @@ class TorchBackend:
         if begin is not None:
             output = torch.cat([begin, output], dim=1)
         return output, features, final
+
+    # Mixers, which bring PyTorch's operations with them: None leaves it to these
+
+    def ssd_scan(
+        self, x, log_a, B, C, initial_state, seq_idx, chunk_size: int, asked: str
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The recurrence of mixers/ssd.py.
+
+        Args:
+            asked: the setting of the backend, which may name a package.
+
+        Raises:
+            ValueError: that cannot be used here, or not for this.
+        """
+        if asked in ("fla", "mamba_ssm"):
+            raise ValueError(
+                f"The {asked} backend needs CUDA tensors of at most 32 bits, Triton, and convert-to-hybrid installed; "
+                "use backend 'torch'."
+            )
+        return None
+
+    def convolve(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, seq_idx: torch.Tensor | None, activation: str
+    ) -> torch.Tensor | None:
+        """The convolution (mixers/short_conv.py) of x (B, L, I) from its first token on."""
+        return None

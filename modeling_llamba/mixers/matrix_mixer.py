@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from ..kernels.backend import requested_backend
 from ..model.cache import conv_state, record, recurrent_state
 from ..model.norms import RMSNorm, head_norm
 from ..model.rotary import Rotary, apply_rotary, scale_queries
@@ -156,8 +155,7 @@ class SSDMixer(nn.Module):
             y = y[:, None]
         else:
             size = self.config.mixer_chunk_size
-            backend = requested_backend(self.config.backend)
-            y, state = ssd_scan(x, log_a, B, streams.C, state, seq_idx, size, backend)
+            y, state = ssd_scan(x, log_a, B, streams.C, state, seq_idx, size, self.config.backend)
         return self._skip(y, streams), state
 
     def _skip(self, y, streams):

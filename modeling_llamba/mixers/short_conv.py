@@ -8,13 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ..kernels.backend import requested_backend
+from ..kernels.backend import backend_for
 from .ssd import is_recorded
-
-try:
-    from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-except (ImportError, RuntimeError, OSError, AttributeError):
-    causal_conv1d_fn = causal_conv1d_update = None
 
 
 class ShortConv(nn.Module):
@@ -25,7 +20,7 @@ class ShortConv(nn.Module):
     """
 
     def __init__(self, channels: int, kernel_size: int, activation: str, config=None):
-        """config: compiled kernels are not used where its `backend` is "torch"."""
+        """config: says in its `backend` what may compute this; without it, anything."""
         super().__init__()
         self.config = config
         self.kernel_size = kernel_size
@@ -63,15 +58,12 @@ class ShortConv(nn.Module):
         if joined is not None:
             return self._step(joined)
         if in_place:
-            return self._step_in_place(x, past)
+            return self._backend(x).convolve_one(x, past, self.weight, self.bias, self.activation)
         width = self.kernel_size
-        if past is None and causal_conv1d_fn is not None and self._may_use_kernel(x) and self._kernel_reads(x):
-            if seq_idx is not None:
-                seq_idx = seq_idx.int().contiguous()
-            channels_last, weight = x.contiguous().mT, self.weight.squeeze(1)  # x is a slice of a projection
-            return causal_conv1d_fn(
-                channels_last, weight, self.bias, seq_idx=seq_idx, activation=self._kernel_activation
-            ).mT
+        if past is None:
+            found = self._backend(x).convolve(x, self.weight, self.bias, seq_idx, self.activation)
+            if found is not None:
+                return found
         dtype = torch.promote_types(x.dtype, torch.float32)
         taps = self.weight.to(dtype)[:, 0].T
         bias = self.bias.to(dtype)
@@ -92,28 +84,10 @@ class ShortConv(nn.Module):
 
     def steps_in_place(self, x: torch.Tensor) -> bool:
         """Return True if a kernel takes one token of x, updating the remembered inputs."""
-        installed = causal_conv1d_update is not None and self._may_use_kernel(x)
-        return installed and not is_recorded(x, self.weight, self.bias)
+        return self._backend(x).convolves_in_place and not is_recorded(x, self.weight, self.bias)
 
-    def _may_use_kernel(self, x: torch.Tensor) -> bool:
-        asked = requested_backend("auto" if self.config is None else self.config.backend)
-        return x.is_cuda and asked != "torch"
-
-    @staticmethod
-    def _kernel_reads(x: torch.Tensor) -> bool:
-        """The kernel needs a multiple of 8 channels, side by side; a single token has no stride of its own."""
-        return x.shape[1] > 1 and x.shape[2] % 8 == 0
-
-    def _step_in_place(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        """Convolve one token (B, 1, I) by causal-conv1d's kernel, which adds it to `past` (B, I, width), in place."""
-        weight = self.weight.squeeze(1)
-        return causal_conv1d_update(x[:, 0], past, weight, self.bias, activation=self._kernel_activation)[:, None]
-
-    @property
-    def _kernel_activation(self) -> str | None:
-        if self.activation == "identity":
-            return None
-        return self.activation
+    def _backend(self, x: torch.Tensor):
+        return backend_for(x, "auto" if self.config is None else self.config.backend)
 
     def _activated(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self.activation == "silu":

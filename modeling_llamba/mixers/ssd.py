@@ -14,38 +14,14 @@ Shapes: B batch, L length, H heads, G groups, U states, P head dim, N state.
 import math
 
 import torch
-from torch import nn
-from torch.torch_version import TorchVersion
-from transformers.utils import logging
 
-from ..kernels.backend import BACKEND_VARIABLE
-from ..model.config_values import BACKENDS
+from ..kernels.backend import backend_for, requested_backend
 from ..model.precision import full_precision
 from ..model.sequences import sequence_starts
-
-# installed and yet unusable: Triton says in several ways that there is no GPU, kernels that they are for another torch
-try:
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-except (ImportError, RuntimeError, OSError, AttributeError):
-    mamba_chunk_scan_combined = None
-try:
-    from fla.ops.simple_gla import chunk_simple_gla
-except (ImportError, RuntimeError, OSError, AttributeError):
-    chunk_simple_gla = None
-
-try:
-    import triton
-except ImportError:  # then there is no fla either
-    triton = None
-
-logger = logging.get_logger(__name__)
 
 # exp(-1e4) is exactly 0, and float64 sums of a few such terms still resolve the ordinary decays beside them.
 RESET_LOG_DECAY = -1e4
 LOG2_E = math.log2(math.e)
-# Decays closer to 1 than this are clamped on the mamba_ssm path only, which has to divide x by -log_a. A million
-# tokens decay by 1e-6 then, and neither x / 1e-12 nor its product with 1e-12 leaves the range of float32 or bf16.
-KERNEL_MIN_STEP = 1e-12
 
 
 def reset_at_boundaries(log_a: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
@@ -148,13 +124,16 @@ def ssd_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the recurrence in chunks, in float32 (float64 for float64 input).
 
-    `backend` is one of `BACKENDS`; see `choose_backend`, which raises a ValueError.
+    Args:
+        backend: of the configuration.
+
+    Raises:
+        ValueError: a backend that is asked for by name cannot be used here, or not for this.
     """
-    backend = choose_backend(backend, x.is_cuda, recording=is_recorded(x, log_a, B, C, initial_state))
-    if backend == "mamba_ssm":
-        return _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size)
-    if backend == "fla":
-        return _fla_scan(x, log_a, B, C, initial_state, seq_idx)
+    inputs = x, log_a, B, C, initial_state, seq_idx
+    found = backend_for(x, backend).ssd_scan(*inputs, chunk_size, requested_backend(backend))
+    if found is not None:
+        return found
     dtype = torch.promote_types(x.dtype, torch.float32)
     log_a = reset_at_boundaries(log_a.to(dtype), seq_idx)
     if initial_state is not None:
@@ -202,117 +181,6 @@ def chunked_scan(
     return torch.cat(outputs, dim=1), state
 
 
-def choose_backend(asked: str, on_cuda: bool, recording: bool) -> str:
-    """Choose which of "torch", "mamba_ssm" and "fla" runs the scan.
-
-    "auto" takes a kernel that is installed, for tensors on CUDA: fla's, else mamba_ssm's where no gradient is wanted,
-    else torch. mamba_ssm's has no gradient here: x is divided by -log_a for it, and near a = 1 the gradient of that is
-    a small difference of large numbers (docs/results/kernels.md). fla's has (but see `fla_gradient_problem`).
-
-    Raises:
-        ValueError: the backend is unknown, or asked for by name and not usable here, or not for this.
-    """
-    if asked not in BACKENDS:
-        raise ValueError(
-            f"Unknown SSD backend {asked!r}; choose one of {', '.join(BACKENDS)} "
-            f"(backend in the configuration, or the environment variable {BACKEND_VARIABLE})."
-        )
-    kernels = {"mamba_ssm": mamba_chunk_scan_combined, "fla": chunk_simple_gla}
-    if asked in kernels and (kernels[asked] is None or not on_cuda):
-        package = {"mamba_ssm": "mamba-ssm", "fla": "fla-core"}[asked]
-        raise ValueError(f"The {asked} backend needs the package {package} and CUDA tensors; use backend 'torch'.")
-    if asked == "mamba_ssm" and recording:
-        raise ValueError("The mamba_ssm backend loses gradients of decays near 1: train with 'auto', 'fla', 'torch'.")
-    uses_fla = asked in ("auto", "fla") and on_cuda and chunk_simple_gla is not None
-    problem = fla_gradient_problem() if uses_fla and recording else None
-    if problem is not None and asked == "fla":
-        raise ValueError(f"{problem}, or set {BACKEND_VARIABLE}=torch.")
-    if asked != "auto":
-        return asked
-    if uses_fla and problem is None:
-        return "fla"
-    if on_cuda and mamba_chunk_scan_combined is not None and not recording:
-        return "mamba_ssm"
-    return "torch"
-
-
-@torch.compiler.assume_constant_result  # it could not be traced
-def fla_gradient_problem() -> str | None:
-    """Say why fla refuses to compute gradients here, once as a warning, too; None where it does not.
-
-    Triton 3.4.0 to 3.7.0 compiles its backward pass wrongly for Hopper. tilelang, which it would take instead, has
-    no states in float32.
-    """
-    version = TorchVersion(triton.__version__)
-    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9
-    if not is_hopper or version < "3.4.0" or version >= "3.7.1":
-        return None
-    problem = (
-        f"fla's kernels have no right gradients on Hopper GPUs with Triton {version}: upgrade triton to 3.7.1 or later"
-    )
-    logger.warning_once(f"{problem}. Until then PyTorch's operations train.")
-    return problem
-
-
 def is_recorded(*tensors: torch.Tensor | None) -> bool:
     """Return True if autograd records one of them."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _mamba_ssm_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size):
-    """mamba_ssm's kernel computes S = exp(dt A) S + dt x B: with A = -1 and dt = -log_a, x has to be divided by dt."""
-    H = C.shape[2]
-    shared = C.shape[2] // log_a.shape[-1]
-    log_a = log_a.repeat_interleave(shared, dim=-1)
-    if initial_state is not None:
-        initial_state = initial_state.float().repeat_interleave(shared, dim=1)
-    if seq_idx is not None:
-        seq_idx = seq_idx.int()
-    step = (-log_a.float()).clamp_min(KERNEL_MIN_STEP)
-    y, state = mamba_chunk_scan_combined(
-        repeat_groups(x, H).float() / step[..., None],
-        step,
-        -torch.ones(H, device=x.device, dtype=torch.float32),
-        repeat_groups(B, H).float(),
-        C.float(),
-        chunk_size=max(chunk_size, 64),
-        initial_states=initial_state,
-        seq_idx=seq_idx,
-        return_final_states=True,
-    )
-    return y, state[:, ::shared]
-
-
-def _fla_scan(x, log_a, B, C, initial_state, seq_idx):
-    """fla's gated linear attention with a scalar gate is this recurrence with q = C, k = B, v = x and g = log_a.
-
-    Its heads all have keys and values of their own, and packed sequences lie in one row, with a state each.
-    """
-    batch, L, H, _ = C.shape
-    shared = H // log_a.shape[-1]
-    dtype = x.dtype if x.dtype == B.dtype == C.dtype else torch.float32
-    q, k, v = C.to(dtype), repeat_groups(B, H).to(dtype), repeat_groups(x, H).to(dtype)
-    g = log_a.float().repeat_interleave(shared, dim=-1)
-    if initial_state is not None:
-        initial_state = initial_state.float().repeat_interleave(shared, dim=1)
-    offsets = None
-    first = None
-    if seq_idx is not None:
-        starts = sequence_starts(seq_idx)
-        starts[:, 0] = True
-        where = starts.flatten().nonzero()[:, 0]
-        offsets = nn.functional.pad(where, (0, 1), value=batch * L)
-        first = where % L == 0  # the sequences that begin a row and continue its state
-        q, k, v, g = (t.flatten(0, 1)[None] for t in (q, k, v, g))
-        if initial_state is not None:
-            rows = initial_state
-            initial_state = rows.new_zeros(len(where), *rows.shape[1:]).index_put((first.nonzero()[:, 0],), rows)
-    with full_precision(x):
-        y, state = chunk_simple_gla(
-            q, k, v, g, scale=1.0, initial_state=initial_state, output_final_state=True, state_v_first=True,
-            cu_seqlens=offsets,
-        )  # fmt: skip
-    if seq_idx is not None:
-        y = y.view(batch, L, H, -1)
-        state = state[first.roll(-1)]  # the last sequence of each row comes before the first of the next
-    return y.float(), state[:, ::shared].float()

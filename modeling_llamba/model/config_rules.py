@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .config_values import (
     ACTIVATIONS,
     ATTENTION_ALONE,
-    BACKENDS,
+    BACKEND_NAMES,
     CACHE_BITS,
     LAYER_TYPES,
     MIXERS,
@@ -34,7 +34,7 @@ def check_config(config) -> None:
         "mixer_norm": ("none", "head", "whole"),
         "qk_norm": QK_NORMS,
         "mixer_qk_norm": QK_NORMS,
-        "backend": BACKENDS,
+        "backend": BACKEND_NAMES,
     }.items():
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, not {getattr(config, name)!r}.")

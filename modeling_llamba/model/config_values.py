@@ -10,7 +10,7 @@ transformers' caches accept two names for such layers, and the other, linear_att
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "hybrid", RECURRENT)
 QK_NORMS = (None, "rms", "layer", "all_heads")
 ROPES = ("main", "local", "none")
-BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
+BACKEND_NAMES = ("auto", "torch", "mamba_ssm", "fla")
 CACHE_BITS = (16, 8, 6, 4, 2)
 ROPE_NUMBERS = {
     "linear": ("factor",),

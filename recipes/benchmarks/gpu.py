@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import modeling_llamba.mixers.ssd as ssd
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_llamba.hybrid.naive import ssd_recurrence
+from modeling_llamba.kernels.triton.scans import chunk_simple_gla, mamba_chunk_scan_combined
 
 from ..evaluation.speed import now, speed
 from .measure import Report, Table
@@ -71,7 +72,7 @@ def build(shape: dict[str, int], device: str) -> dict[str, nn.Module]:
 
 def backends(device: str) -> list[str]:
     """List the backends that can run there."""
-    installed = {"fla": ssd.chunk_simple_gla, "mamba_ssm": ssd.mamba_chunk_scan_combined}
+    installed = {"fla": chunk_simple_gla, "mamba_ssm": mamba_chunk_scan_combined}
     return ["torch", *(name for name, kernel in installed.items() if device == "cuda" and kernel is not None)]
 
 

@@ -126,13 +126,10 @@ def on_a_gpu(monkeypatch):
     """The choice of a backend, and of the kernel for one token, as it is made for tensors on CUDA."""
     if not INTERPRETED:
         return
-    import modeling_llamba.mixers.ssd as ssd
     from modeling_llamba.kernels.flex import FlexBackend
     from modeling_llamba.kernels.triton.triton_backend import make_backend
     from tests.helpers.backends import use_backend
 
-    choose = ssd.choose_backend
-    monkeypatch.setattr(ssd, "choose_backend", lambda asked, on_cuda, recording: choose(asked, True, recording))
     use_backend(monkeypatch, make_backend())
     # which PyTorch would compile for a CPU, where it has no such kernel
     monkeypatch.setattr(FlexBackend, "can_flex", lambda *inputs: False)
@@ -141,12 +138,11 @@ def on_a_gpu(monkeypatch):
 @pytest.fixture
 def launches(monkeypatch):
     """How often each kernel was asked for."""
-    import modeling_llamba.mixers.ssd as ssd
-    from modeling_llamba.kernels.triton import triton_rounding, triton_rows, triton_step
+    from modeling_llamba.kernels.triton import scans, triton_rounding, triton_rows, triton_step
 
     places = {
-        "fla": (ssd, "chunk_simple_gla"),
-        "mamba_ssm": (ssd, "mamba_chunk_scan_combined"),
+        "fla": (scans, "chunk_simple_gla"),
+        "mamba_ssm": (scans, "mamba_chunk_scan_combined"),
         "layer": (triton_step, "mix_one"),
         "write": (triton_step, "write_one"),
         "kept heads": (triton_rows, "attend_to_rows"),

@@ -5,9 +5,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import StaticCache
 
-import modeling_llamba.mixers.ssd as ssd
+import modeling_llamba.kernels.triton.scans as scans
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_llamba.compatibility import cache_of
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
 from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED
@@ -15,7 +16,7 @@ from tests.kernels.conftest import DEVICE, INTERPRETED
 PROMPT, STEPS = (70 if INTERPRETED else 300), 6
 FAMILIES = {"llamba": (LlambaConfig, LlambaForCausalLM), "phimamba": (PhiMambaConfig, PhiMambaForCausalLM)}
 KERNELS = {"fla": "chunk_simple_gla", "mamba_ssm": "mamba_chunk_scan_combined"}
-KERNELS = {backend: name for backend, name in KERNELS.items() if INTERPRETED or getattr(ssd, name) is not None}
+KERNELS = {backend: name for backend, name in KERNELS.items() if INTERPRETED or getattr(scans, name) is not None}
 AUTO = {*([*KERNELS][:1])}
 MODELS = {  # kinds of layers, and what else differs
     "pure": (["linear_attention"] * 2, {}),
@@ -73,7 +74,7 @@ def test_prefill_and_decoding(monkeypatch, launches, name, family):
     backends = ("torch", *KERNELS, "auto") if "linear_attention" in kinds else ("torch", "auto")
     for backend in backends:
         before = dict(launches)
-        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        monkeypatch.setenv(BACKEND_VARIABLE, backend)
         found[backend] = logits(model, ids)
         used = {kernel for kernel in KERNELS if launches[kernel] > before[kernel]}
         expected = (AUTO if backend == "auto" else {backend} & {*KERNELS}) if "linear_attention" in kinds else set()
@@ -95,7 +96,7 @@ def test_padding_between_tokens_is_never_seen(monkeypatch, gap):
     other, mask, found = ids.clone(), torch.ones_like(ids), {}
     mask[1, gap], other[1, gap] = 0, (ids[1, gap] + 7) % model.config.vocab_size
     for backend, tokens in (("torch", ids), ("auto", ids), ("auto", other)):
-        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        monkeypatch.setenv(BACKEND_VARIABLE, backend)
         out = model(tokens[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
         steps = []
         for end in range(PROMPT + 1, PROMPT + STEPS + 1):
@@ -114,7 +115,7 @@ def test_static_steps_compile_into_one_graph(monkeypatch, family, name):
     torch.compiler.reset()
     model, ids, prompt = make_model(name, family), random_ids(1, 18), 12
     with monkeypatch.context() as plainly:
-        plainly.setenv(ssd.BACKEND_VARIABLE, "torch")
+        plainly.setenv(BACKEND_VARIABLE, "torch")
         expected = model(ids).logits
     cache = StaticCache(config=model.config, max_cache_len=32)
     model(ids[:, :prompt], cache=cache)
@@ -167,12 +168,12 @@ def test_training(monkeypatch, launches, name, layout):
     packing = {name: value.to(DEVICE) for name, value in LAYOUTS[layout].items()}
     labels = ids.masked_fill(packing.get("attention_mask", torch.ones_like(ids)) == 0, -100)
     for backend in ("torch", "auto"):
-        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        monkeypatch.setenv(BACKEND_VARIABLE, backend)
         loss = model(ids, labels=labels, use_cache=False, **packing).loss
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
         grads[backend] = dict(zip(trained, found, strict=True))
-    trains = {"fla"} if ssd.chunk_simple_gla is not None and ssd.fla_gradient_problem() is None else set()
+    trains = {"fla"} if scans.chunk_simple_gla is not None and scans.fla_gradient_problem() is None else set()
     assert {kernel for kernel, count in launches.items() if count} == AUTO & trains
     for parameter, gradient in grads["torch"].items():
         got = grads["auto"][parameter]

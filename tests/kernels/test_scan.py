@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+import modeling_llamba.kernels.triton.scans as scans
 import modeling_llamba.mixers.ssd as ssd
 from modeling_llamba.hybrid.naive import ssd_recurrence
 from tests.kernels import conftest
@@ -83,10 +84,10 @@ def errors(record_property):
     return compare
 
 
-@pytest.mark.skipif(not INTERPRETED and ssd.chunk_simple_gla is None, reason="needs fla-core")
+@pytest.mark.skipif(not INTERPRETED and scans.chunk_simple_gla is None, reason="needs fla-core")
 @pytest.mark.parametrize("case, dtype", KINDS)
 def test_fla_and_its_gradients(errors, case, dtype):
-    has_gradients = ssd.fla_gradient_problem() is None
+    has_gradients = scans.fla_gradient_problem() is None
     inputs, seq_idx = make(case, dtype, requires_grad=has_gradients)
     run = with_gradients if has_gradients else lambda scan, inputs, **options: scan(*inputs, **options)
     got = run(ssd.ssd_scan, inputs, seq_idx=seq_idx, backend="fla")
@@ -99,7 +100,7 @@ def test_fla_and_its_gradients(errors, case, dtype):
     assert all(error < limits[name] for name, error in found.items()), found
 
 
-@pytest.mark.skipif(not INTERPRETED and ssd.mamba_chunk_scan_combined is None, reason="needs mamba-ssm")
+@pytest.mark.skipif(not INTERPRETED and scans.mamba_chunk_scan_combined is None, reason="needs mamba-ssm")
 @pytest.mark.parametrize("case, dtype", KINDS)
 def test_mamba_ssm(errors, case, dtype):
     inputs, seq_idx = make(case, dtype)
@@ -117,7 +118,7 @@ def test_why_mamba_ssm_does_not_train(errors, nearest):
     inputs = [t.requires_grad_() for t in inputs]
     with pytest.raises(ValueError, match="train with 'auto', 'fla', 'torch'"):
         ssd.ssd_scan(*inputs, backend="mamba_ssm")
-    got = with_gradients(lambda *t: ssd._mamba_ssm_scan(*t, None, 64), inputs)
+    got = with_gradients(lambda *t: scans.mamba_ssm_scan(*t, None, 64), inputs)
     found = errors(got, with_gradients(ssd_recurrence, inputs))
     assert found["dlog_a"] > 2e-8 / nearest
     assert max(error for name, error in found.items() if name != "dlog_a") < 1e-5

@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modeling_llamba.hybrid.naive as equations
-import modeling_llamba.mixers.ssd as ssd
 from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens, SlowDims, advance
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer
 from modeling_llamba.hybrid.inputs import HybridInputs
 from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.kernels.backend import BACKEND_VARIABLE
 from modeling_llamba.kernels.torch_backend import TorchBackend
 from modeling_llamba.kernels.triton.triton_backend import TritonBackend
 from modeling_llamba.kernels.triton.triton_prompt import LARGEST
@@ -160,7 +160,7 @@ def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
     monkeypatch.setattr(layer, "attend", noted)
     monkeypatch.setattr(layer, "project", noted_keys)
     for backend in of_steps:
-        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        monkeypatch.setenv(BACKEND_VARIABLE, backend)
         found[backend] = [*steps(layer, hidden_states, index, reach, new_cache(layer.config), not padded)]
         assert launches["layer"] == (LENGTH if backend == "auto" else 0)
         assert launches["write"] == (LENGTH if backend == "auto" and padded else 0)
@@ -285,7 +285,7 @@ def test_one_launch_instead_of_many(record_property, monkeypatch, launches):
     layer, index = make_layer(), token_numbers(False)[:1].to(DEVICE)
     hidden_states, counts = torch.randn(1, LENGTH, HIDDEN, device=DEVICE), {}
     for backend in ("torch", "auto"):
-        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        monkeypatch.setenv(BACKEND_VARIABLE, backend)
         taken = steps(layer, hidden_states, index, None, new_cache(layer.config))
         for _ in range(LENGTH - 1):
             next(taken)
@@ -317,7 +317,7 @@ def test_what_the_kernel_does_not_take(monkeypatch, launches):
         assert run() == 0
     assert run() == 1
     assert run(training=True) == 2
-    monkeypatch.setenv(ssd.BACKEND_VARIABLE, "torch")
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
     assert run() == 2
 
 

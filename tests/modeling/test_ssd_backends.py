@@ -5,10 +5,12 @@ import types
 import pytest
 import torch
 
-import modeling_llamba.mixers.short_conv as short_conv
-import modeling_llamba.mixers.ssd as ssd
+import modeling_llamba.kernels.triton.scans as scans
 from modeling_llamba.kernels.backend import BACKEND_VARIABLE, requested_backend
+from modeling_llamba.kernels.torch_backend import TorchBackend
 from modeling_llamba.mixers.short_conv import ShortConv
+from modeling_llamba.model.config_values import BACKEND_NAMES
+from tests.helpers.backends import use_backend
 from tests.helpers.hybrids import make_hybrid, tiny_config
 from tests.helpers.scans import relative_error
 from tests.helpers.teachers import random_ids
@@ -16,58 +18,55 @@ from tests.helpers.teachers import random_ids
 NAMES = ("x", "log_a", "B", "C", "state")
 
 
-CHOICES = {  # installed, asked, on CUDA, gradients wanted -> runs; of which GPU with which Triton, Ampere unless said
-    "a CPU": ("mamba_ssm fla", "auto", False, False, "torch"),
-    "nothing installed": ("", "auto", True, False, "torch"),
-    "both": ("mamba_ssm fla", "auto", True, False, "fla"),
-    "both, in training": ("mamba_ssm fla", "auto", True, True, "fla"),
-    "mamba_ssm alone": ("mamba_ssm", "auto", True, False, "mamba_ssm"),
-    "mamba_ssm alone, in training": ("mamba_ssm", "auto", True, True, "torch"),
-    "torch by name": ("mamba_ssm fla", "torch", True, False, "torch"),
-    "fla by name": ("mamba_ssm fla", "fla", True, False, "fla"),
-    "mamba_ssm by name": ("mamba_ssm fla", "mamba_ssm", True, False, "mamba_ssm"),
-    "mamba_ssm by name, in training": ("mamba_ssm fla", "mamba_ssm", True, True, "loses gradients"),
-    "absent by name": ("mamba_ssm", "fla", True, False, "fla-core"),
-    "by name on a CPU": ("fla", "fla", False, False, "CUDA tensors"),
-    "fla on Hopper, wrong Triton": ("mamba_ssm fla", "auto", True, False, "fla", (9, 0), "3.6.0"),
-    "the same, in training": ("mamba_ssm fla", "auto", True, True, "torch", (9, 0), "3.6.0"),
-    "the same by name, in training": ("fla", "fla", True, True, "upgrade triton to 3.7.1", (9, 0), "3.7.0"),
-    "the same by name": ("fla", "fla", True, False, "fla", (9, 0), "3.7.0"),
-    "mamba_ssm alone there, in training": ("mamba_ssm", "auto", True, True, "torch", (9, 0), "3.6.0"),
-    "Hopper, new Triton, in training": ("fla", "auto", True, True, "fla", (9, 0), "3.7.1"),
-    "Hopper, newer Triton, in training": ("fla", "fla", True, True, "fla", (9, 0), "3.10.0"),
-    "Hopper, old Triton, in training": ("fla", "auto", True, True, "fla", (9, 0), "3.3.1"),
-    "Ampere, in training": ("fla", "auto", True, True, "fla", (8, 0), "3.6.0"),
-    "Blackwell, in training": ("fla", "fla", True, True, "fla", (10, 0), "3.6.0"),
-    "unknown": ("", "fast", True, False, "HYBRID_BACKEND"),
+CHOICES = {  # installed, asked, gradients wanted -> runs on CUDA; of which GPU with which Triton, Ampere unless said
+    "nothing installed": ("", "auto", False, "torch"),
+    "both": ("mamba_ssm fla", "auto", False, "fla"),
+    "both, in training": ("mamba_ssm fla", "auto", True, "fla"),
+    "mamba_ssm alone": ("mamba_ssm", "auto", False, "mamba_ssm"),
+    "mamba_ssm alone, in training": ("mamba_ssm", "auto", True, "torch"),
+    "torch by name": ("mamba_ssm fla", "torch", False, "torch"),
+    "fla by name": ("mamba_ssm fla", "fla", False, "fla"),
+    "mamba_ssm by name": ("mamba_ssm fla", "mamba_ssm", False, "mamba_ssm"),
+    "mamba_ssm by name, in training": ("mamba_ssm fla", "mamba_ssm", True, "loses gradients"),
+    "absent by name": ("mamba_ssm", "fla", False, "fla-core"),
+    "fla on Hopper, wrong Triton": ("mamba_ssm fla", "auto", False, "fla", (9, 0), "3.6.0"),
+    "the same, in training": ("mamba_ssm fla", "auto", True, "torch", (9, 0), "3.6.0"),
+    "the same by name, in training": ("fla", "fla", True, "upgrade triton to 3.7.1", (9, 0), "3.7.0"),
+    "the same by name": ("fla", "fla", False, "fla", (9, 0), "3.7.0"),
+    "mamba_ssm alone there, in training": ("mamba_ssm", "auto", True, "torch", (9, 0), "3.6.0"),
+    "Hopper, new Triton, in training": ("fla", "auto", True, "fla", (9, 0), "3.7.1"),
+    "Hopper, newer Triton, in training": ("fla", "fla", True, "fla", (9, 0), "3.10.0"),
+    "Hopper, old Triton, in training": ("fla", "auto", True, "fla", (9, 0), "3.3.1"),
+    "Ampere, in training": ("fla", "auto", True, "fla", (8, 0), "3.6.0"),
+    "Blackwell, in training": ("fla", "fla", True, "fla", (10, 0), "3.6.0"),
 }
 
 
 def of_gpu(monkeypatch, capability, triton):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(ssd, "triton", types.SimpleNamespace(__version__=triton))
+    monkeypatch.setattr(scans, "triton", types.SimpleNamespace(__version__=triton))
 
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_choice_of_a_backend(monkeypatch, case):
-    installed, asked, on_cuda, recording, expected, *device = CHOICES[case]
+    installed, asked, recording, expected, *device = CHOICES[case]
     of_gpu(monkeypatch, *device or ((8, 0), "3.6.0"))
-    monkeypatch.setattr(ssd, "mamba_chunk_scan_combined", object() if "mamba_ssm" in installed else None)
-    monkeypatch.setattr(ssd, "chunk_simple_gla", object() if "fla" in installed else None)
-    if expected in ssd.BACKENDS:
-        assert ssd.choose_backend(asked, on_cuda, recording) == expected
+    monkeypatch.setattr(scans, "mamba_chunk_scan_combined", object() if "mamba_ssm" in installed else None)
+    monkeypatch.setattr(scans, "chunk_simple_gla", object() if "fla" in installed else None)
+    if expected in BACKEND_NAMES:
+        assert scans.choose_scan(asked, recording) == expected
     else:
         with pytest.raises(ValueError, match=expected):
-            ssd.choose_backend(asked, on_cuda, recording)
+            scans.choose_scan(asked, recording)
 
 
 def test_it_is_said_once_that_fla_does_not_train(monkeypatch):
     of_gpu(monkeypatch, (9, 0), "3.5.0")
-    monkeypatch.setattr(ssd, "chunk_simple_gla", object())
+    monkeypatch.setattr(scans, "chunk_simple_gla", object())
     said = []
-    monkeypatch.setattr(ssd.logger, "warning", lambda text, *args: said.append(text))
+    monkeypatch.setattr(scans.logger, "warning", lambda text, *args: said.append(text))
     for _ in range(3):
-        assert ssd.choose_backend("auto", True, recording=True) == "torch"
+        assert scans.choose_scan("auto", recording=True) == "torch"
     assert len(said) == 1
     assert "Triton 3.5.0" in said[0]
     assert "PyTorch's operations train" in said[0]
@@ -76,16 +75,27 @@ def test_it_is_said_once_that_fla_does_not_train(monkeypatch):
 def test_the_environment_overrides_the_configuration(monkeypatch):
     model, ids = make_hybrid(), random_ids(1, 20)
     plain = model(ids).logits
-    monkeypatch.setattr(ssd, "chunk_simple_gla", None)
-    monkeypatch.setenv(ssd.BACKEND_VARIABLE, "fla")
-    with pytest.raises(ValueError, match="fla-core"):
+    monkeypatch.setenv(BACKEND_VARIABLE, "fla")
+    with pytest.raises(ValueError, match="The fla backend needs CUDA tensors"):
         model(ids)
-    monkeypatch.setenv(ssd.BACKEND_VARIABLE, "fast")
-    with pytest.raises(ValueError, match="Unknown SSD backend 'fast'"):
+    monkeypatch.setenv(BACKEND_VARIABLE, "fast")
+    with pytest.raises(ValueError, match="Unknown backend 'fast' in HYBRID_BACKEND"):
         model(ids)
     model.config.backend = "fla"
-    monkeypatch.setenv(ssd.BACKEND_VARIABLE, "torch")
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
     assert torch.equal(model(ids).logits, plain)
+
+
+class Convolving(TorchBackend):
+    """Convolutions as on CUDA."""
+
+    convolves_in_place = True
+
+    def convolve(self, *inputs):
+        return scans.convolve(*inputs)
+
+    def convolve_one(self, *inputs):
+        return scans.convolve_one(*inputs)
 
 
 @pytest.mark.parametrize("activation", ["identity", "silu"])
@@ -101,18 +111,21 @@ def test_causal_conv1d_update_arguments(monkeypatch, activation):
         y = (conv_state[..., -4:] * weight).sum(-1) + bias
         return torch.nn.functional.silu(y) if activation else y
 
-    monkeypatch.setattr(short_conv, "causal_conv1d_update", stand_in)
+    monkeypatch.setattr(scans, "causal_conv1d_update", stand_in)
     conv = ShortConv(6, 4, activation)
     torch.nn.init.normal_(conv.weight), torch.nn.init.normal_(conv.bias)
     x = torch.randn(2, 9, 6)
     past = x[:, 1:5].mT.clone()
-    with torch.no_grad():
+    with torch.no_grad(), monkeypatch.context() as on_cuda:
+        assert not conv.steps_in_place(x), "the kernel is for CUDA tensors"
+        use_backend(on_cuda, Convolving())
+        assert conv.steps_in_place(x)
         steps = [conv(x[:, t : t + 1], None, past, in_place=True) for t in range(5, 9)]
+        on_cuda.undo()
         whole = conv(x)
         remembered = [conv(x[:, t : t + 1], joined=x[:, : t + 1].mT) for t in range(5, 9)]
     torch.testing.assert_close(torch.cat(steps, 1), whole[:, 5:])
     torch.testing.assert_close(torch.cat(remembered, 1), whole[:, 5:])
-    assert not conv.steps_in_place(x), "the kernel is for CUDA tensors"
 
 
 def conv_of(channels, activation="silu", config=None):
@@ -138,7 +151,7 @@ def test_causal_conv1d_arguments(monkeypatch, packing):
         assert seq_idx is None or seq_idx.dtype == torch.int32
         seen.append(x.shape)
         with monkeypatch.context() as plain:
-            plain.setattr(short_conv, "causal_conv1d_fn", None)
+            plain.setattr(scans, "causal_conv1d_fn", None)
             return conv(x.mT, seq_idx).mT
 
     seq_idx = torch.tensor([[0] * 4 + [1] * 5] * 2) if packing else None
@@ -148,8 +161,8 @@ def test_causal_conv1d_arguments(monkeypatch, packing):
         plain = conv(x, ids)
         seen.clear()
         with monkeypatch.context() as on_cuda:
-            on_cuda.setattr(short_conv, "causal_conv1d_fn", stand_in)
-            on_cuda.setattr(ShortConv, "_may_use_kernel", lambda self, x: True)
+            on_cuda.setattr(scans, "causal_conv1d_fn", stand_in)
+            use_backend(on_cuda, Convolving())
             torch.testing.assert_close(conv(x, ids), plain)
         assert len(seen) == expected
 
@@ -158,19 +171,19 @@ def test_who_wants_torch_gets_no_compiled_convolution(monkeypatch):
     class Config:
         backend = "auto"
 
-    on_cuda, conv = type("Tensor", (), {"is_cuda": True})(), conv_of(8, config=Config)
-    assert conv._may_use_kernel(on_cuda)
-    assert conv_of(8)._may_use_kernel(on_cuda)
+    use_backend(monkeypatch, Convolving())
+    conv, x = conv_of(8, config=Config).requires_grad_(False), torch.randn(1, 1, 8)
+    assert conv.steps_in_place(x)
+    assert conv_of(8).requires_grad_(False).steps_in_place(x)
     Config.backend = "torch"
-    assert not conv._may_use_kernel(on_cuda)
-    monkeypatch.setenv(ssd.BACKEND_VARIABLE, "torch")
-    assert not conv_of(8)._may_use_kernel(on_cuda)
+    assert not conv.steps_in_place(x)
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    assert not conv_of(8).requires_grad_(False).steps_in_place(x)
 
 
 def test_one_token_with_a_gradient_of_the_weights_alone_takes_no_kernel(monkeypatch):
     """causal_conv1d_update knows no gradient."""
-    monkeypatch.setattr(short_conv, "causal_conv1d_update", lambda *args, **kwargs: None)
-    monkeypatch.setattr(ShortConv, "_may_use_kernel", lambda self, x: True)
+    use_backend(monkeypatch, Convolving())
     conv, x = conv_of(8), torch.randn(1, 1, 8)
     assert not conv.steps_in_place(x)
     assert conv.requires_grad_(False).steps_in_place(x)
@@ -179,7 +192,7 @@ def test_one_token_with_a_gradient_of_the_weights_alone_takes_no_kernel(monkeypa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.skipif(short_conv.causal_conv1d_fn is None, reason="needs causal-conv1d")
+@pytest.mark.skipif(scans.causal_conv1d_fn is None, reason="needs causal-conv1d")
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_causal_conv1d_equals_the_sum_of_taps_on_gpu(monkeypatch, dtype, packing):
@@ -189,12 +202,12 @@ def test_causal_conv1d_equals_the_sum_of_taps_on_gpu(monkeypatch, dtype, packing
     seq_idx = (torch.arange(70, device="cuda") // 30).expand(2, 70) if packing else None
     results = {}
     for backend in ("auto", "torch"):
-        monkeypatch.setenv(ssd.BACKEND_VARIABLE, backend)
+        monkeypatch.setenv(BACKEND_VARIABLE, backend)
         y = conv(x, seq_idx)
         results[backend] = (y, *torch.autograd.grad(y.float().square().sum(), (x, conv.weight, conv.bias)))
     for kernel, plain in zip(*results.values(), strict=True):
         assert relative_error(kernel, plain.double()) < (1e-5 if dtype == torch.float32 else 2e-2)
-    monkeypatch.setenv(ssd.BACKEND_VARIABLE, "auto")
+    monkeypatch.setenv(BACKEND_VARIABLE, "auto")
     with torch.no_grad():
         past = x[:, 1:5].mT.clone()
         steps = [conv(x[:, t : t + 1], None, past, in_place=True) for t in range(5, 9)]

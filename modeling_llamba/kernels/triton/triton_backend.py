@@ -1,4 +1,7 @@
-"""The backend of Triton kernels, for a GPU."""
+"""The backend of Triton kernels, for a GPU.
+
+Shapes: B batch, I inner width.
+"""
 
 import torch
 from transformers.utils import is_torchdynamo_compiling
@@ -10,7 +13,7 @@ from ...hybrid.rounding import WHOLE, Rounding
 from ...hybrid.step import is_early
 from ..flex import FlexBackend, attend_by_flex
 from ..torch_backend import Mixed
-from . import triton_prompt, triton_rounding, triton_rows, triton_step
+from . import scans, triton_prompt, triton_rounding, triton_rows, triton_step
 
 SEGMENT = 32768
 """Tokens of a prompt whose states lie in memory at once: kernels hold one for each 256 tokens alone."""
@@ -91,6 +94,23 @@ class TritonBackend(FlexBackend):
             return super().mix_blocks(heads, projected, inputs, held, begin, tokens)
         with triton_step.on_device_of(projected.query):
             return _mix_blocks(heads, projected, inputs, held, begin, tokens)
+
+    def ssd_scan(self, x, log_a, B, C, initial_state, seq_idx, chunk_size: int, asked: str):
+        """See `TorchBackend.ssd_scan`; by another package's kernel."""
+        return scans.ssd_scan(x, log_a, B, C, initial_state, seq_idx, chunk_size, asked)
+
+    def convolve(self, x, weight, bias, seq_idx, activation: str) -> torch.Tensor | None:
+        """See `TorchBackend.convolve`; by causal-conv1d's kernel."""
+        return scans.convolve(x, weight, bias, seq_idx, activation)
+
+    @property
+    def convolves_in_place(self) -> bool:
+        """True if causal-conv1d is installed."""
+        return scans.causal_conv1d_update is not None
+
+    def convolve_one(self, x, past, weight, bias, activation: str) -> torch.Tensor:
+        """The convolution of one token (B, 1, I), which is added to `past` (B, I, width), in place."""
+        return scans.convolve_one(x, past, weight, bias, activation)
 
 
 def _takes_steps(shape: BlockShape) -> bool:
