@@ -99,7 +99,7 @@ def steps(layer, hidden_states, index, reach, cache, start=True):
         yield layer(hidden_states[:, now], tuple(part[:, now] for part in rotary), inputs, cache)
 
 
-def use_keys_of(projected, real, limit, monkeypatch):
+def use_keys_of(layer, projected, real, limit, monkeypatch):
     """Let the equations round the layer's own keys and values, which have to be near theirs, by the layer's kernel.
 
     In the last bits of a number that lies half-way between two codes the one or the other is right. In bf16 a key's
@@ -108,6 +108,8 @@ def use_keys_of(projected, real, limit, monkeypatch):
     """
     pairs = zip(*((p.key, p.value) for p in projected), strict=True)
     keys, values = (torch.cat(vectors, dim=2).transpose(1, 2).double().cpu() for vectors in pairs)
+    if layer.key_offset is not None:
+        keys[:, :, layer.kept] -= layer.key_offset.double().cpu()
     given = iter([vectors[row, real[row].cpu()] for row in range(len(real)) for vectors in (keys, values)])
     as_held, dtype = equations._as_held, projected[0].key.dtype
 
@@ -169,7 +171,7 @@ def test_a_layer_token_by_token(record_property, monkeypatch, launches, case):
     found = {backend: torch.cat(outputs, dim=1)[real] for backend, outputs in found.items()}
     roundings = *layer.kept_roundings, layer.shape.key_rounding, layer.shape.value_rounding
     if any(rounding.rounds for rounding in roundings):
-        use_keys_of(projected[-LENGTH:], real, limit, monkeypatch)
+        use_keys_of(layer, projected[-LENGTH:], real, limit, monkeypatch)
     expected = naive(layer, hidden_states, index, reach)[real.cpu()]
     errors = {backend: relative_error(outputs, expected) for backend, outputs in found.items()}
     record_property("layer", f"{errors['auto']:.1e}")
@@ -203,11 +205,12 @@ SIZES = {  # block, whole blocks, sinks, places, head dim, planes, slow planes, 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @torch.no_grad()
-def test_a_token_is_written(record_property, sizes):
+def test_a_token_is_written(record_property, launches, sizes):
     """In rows of different lengths, some of which open a block, beside PyTorch's operations, with equal salience."""
     block, whole, sinks, places, dim, planes, slow_planes, bits = SIZES[sizes]
-    rounding = Rounding(bits, dim, "torch")
-    shape = BlockShape(block, whole, sinks, places, SlowDims(planes, slow_planes), rounding, rounding)
+    roundings = [Rounding(bits, dim, backend) for backend in ("auto", "torch")]
+    shapes = [BlockShape(block, whole, sinks, places, SlowDims(planes, slow_planes), one, one) for one in roundings]
+    shape, rounding = shapes[1], roundings[1]
     batch, heads = 5, 2
     window = shape.window
     first = torch.tensor([0, window - 1, window, window + 2 * block, window + 5 * block - 1 + places])
@@ -215,7 +218,7 @@ def test_a_token_is_written(record_property, sizes):
     def rows(length):
         return rounding.encode(torch.randn(batch, heads, length, dim, device=DEVICE))
 
-    layers = [HybridLayer(shape) for _ in range(2)]
+    layers = [HybridLayer(shape) for shape in shapes]
     before = int(first.max())
     index = torch.arange(before).expand(batch, -1)
     index = torch.where(index < first[:, None], index, -1).to(DEVICE)
@@ -232,13 +235,14 @@ def test_a_token_is_written(record_property, sizes):
         index[t % batch] = -1
         first[t % batch] -= 1
         tokens = NewTokens(rows(1), rows(1), (torch.randn(batch, 1) * 4).round().to(DEVICE), index)
-        layers[0].put_one(tokens)
+        layers[0].put(tokens, None)
         layers[1].put(tokens, None)
         own, theirs = (layer.held for layer in layers)
         for name in ("keys", "values", "salience", "seen"):
             assert torch.equal(getattr(own, name), getattr(theirs, name)), (t, name)
         if theirs.state.any():
             errors.append(relative_error(own.state, theirs.state))
+    assert launches["write"] == 2 * block + 1
     assert max(errors) < 2e-6
     assert (theirs.state != held.state).any()
     assert len(errors) > block

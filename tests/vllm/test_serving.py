@@ -207,6 +207,7 @@ def test_cuda_graphs_end_where_slots_are_read():
     assert torch.ops.vllm.hybrid_slots.default.name() in config.splitting_ops
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM's fp8 on a CPU needs AVX-512")
 def test_kept_heads_in_eight_bits_of_vllm(engine, models, prompts):
     """vLLM's own flag halves what kept heads take; windows and states are rounded as the checkpoint says."""
     llm = engine("hybrid", **IN_PIECES, kv_cache_dtype="fp8")
@@ -482,7 +483,7 @@ def test_a_token_goes_into_its_slot_where_a_kernel_takes_the_step():
     held = Held.empty(shape, tokens)
     slots = {name: getattr(held, name) for name in Held._fields[:4]}
     rows = SlotRows(shape, slots)
-    rows.put_one(tokens)
+    rows.put(tokens, None)
     for name in ("keys", "values"):  # the second column of the window's second block, behind two places
         assert torch.equal(slots[name][:, :, 7], getattr(tokens, name)[:, :, 0])
         assert slots[name].count_nonzero() == 2 * 3 * 8
