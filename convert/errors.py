@@ -68,7 +68,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal would take for commands: names come from files that others wrote."""
+    """Replace control characters, which a terminal would follow: names come from files that others wrote."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

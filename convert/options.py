@@ -77,44 +77,43 @@ class PlacementOptions:
     """Layers that keep attention, and windows, heads and cache of the others."""
 
     attention_layers: int | float | list[int] | str | None = None
-    """Layers that keep their attention to all tokens: a list, counted from 0 (1,3,5), a share (0.25), a pattern of A
-    (kept) and M (replaced) that is repeated over the layers (MMMA), a published choice by name
-    (mamba-in-the-llama-50), `all` or `none`. A share keeps the layers that would lose most; with --window it counts
-    only layers that have neither a sliding window nor a state in the teacher. Left out, --cache decides; without a
-    cache either, half of the layers keep it."""
+    """Layers that keep full attention: a list, counted from 0 (1,3,5), a share (0.25), a pattern of A (kept) and M
+    (replaced) that repeats over the layers (MMMA), a published choice by name (mamba-in-the-llama-50), `all` or
+    `none`. A share keeps the layers that would lose most; with --window it counts only layers that have full attention
+    in the teacher. Default: chosen by --cache; without --cache, half of the layers."""
     cache: float | str | None = None
-    """Size that the key/value cache of one sequence of --context tokens may have: a share of the teacher's in bfloat16
-    (0.25), or bytes (50MB). It decides which layers and heads keep attention to all tokens, and how many of the latest
-    tokens the others attend to. With --mixer mamba1 or mamba2 it decides only how many layers keep attention. Not
-    together with a share in --attention-layers. By default 0.08, counted over the layers that attend to all tokens;
-    no default where layers, a window, heads or another mixer are given, or --align is not closed-form."""
+    """Budget for the key/value cache of one sequence of --context tokens: a share of the teacher's cache in bfloat16
+    (0.25), or bytes (50MB). It sets which layers and heads keep full attention, and how wide the windows of the others
+    are. With --mixer mamba1 or mamba2 it sets only how many layers keep attention. It cannot be combined with a share
+    in --attention-layers. Default: 0.08 of the layers with full attention, unless --attention-layers, --window,
+    --attention-heads or --mixer is given, or --align is not closed-form."""
     context: Width = 4096
-    """Number of tokens of the sequence whose cache --cache limits."""
+    """Sequence length, in tokens, that --cache is counted at."""
     window: Window | None = None
-    """Largest number of latest tokens, the window, that a layer attends to exactly if it does not keep its attention
-    to all. It also attends to the first tokens and to a few older ones that receive much attention; a state of
-    constant size sums up all others. Without --cache and --attention-layers half of the layers keep their attention;
-    --attention-layers none gives all a window. Not with --mixer mamba1 or mamba2, which have none."""
+    """Width of the sliding window, in tokens, of layers without full attention. These layers also attend to the first
+    tokens and to a few older ones that receive much attention; a state of constant size sums up all other tokens.
+    Without --cache and --attention-layers, half of the layers keep full attention; --attention-layers none gives every
+    layer a window. Mixers mamba1 and mamba2 have no window."""
     block: Width | None = None
-    """Number of tokens by which the window of latest tokens moves at a time. The window must be a multiple of it, and
-    at least two blocks wide. By default 16 if the window allows it."""
+    """Number of tokens by which the window moves at a time. The window must be a multiple of it, and at least two
+    blocks wide. Default: 16 if the window allows it."""
     sinks: NonNegativeInt = 4
     """Number of first tokens that a layer with a window always attends to."""
     salient: NonNegativeInt | None = None
-    """Number of tokens that a layer with a window still attends to after they have left it: those that receive most
-    attention. By default 16 if a state is fitted, otherwise none."""
+    """Number of older tokens, those that receive most attention, that a layer with a window still attends to. Default:
+    16 if a state is fitted, otherwise none."""
     rank: NonNegativeInt | None = None
     """Mean rank of the output map, the low-rank matrix that layers with a window and a state add to the teacher's
-    output projection; layers with larger maps count more. By default as high as 1.5 % of the teacher's weights allow,
-    and at most 32."""
+    output projection; layers with larger maps count more. Default: 32, or less so that all maps add at most 1.5 % to
+    the teacher's weights."""
     bits: CacheBit | None = None
-    """Bits of each number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. By default, if
-    --cache decides the windows, 6 for keys and 4 for values where heads attend to all tokens (4 or 8 instead if
-    the layers' errors are smaller then), and 8 in windows; otherwise 16."""
+    """Bits per number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. Default: if --cache sets
+    the windows, 8 in windows, and 6 for keys and 4 for values of heads with full attention (4 or 8 for both if the
+    layers' errors are smaller then); otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
-    """Heads that keep attention to all tokens in layers whose other heads attend to a window of latest tokens: query
-    heads as layer:head (16:3,18:0), a JSON file of them, or a total of key/value heads (8, or a share such as 0.02).
-    With a number, the heads are chosen that best find earlier tokens again. Needs --window or --cache."""
+    """Heads that keep full attention in layers whose other heads have a window: query heads as layer:head (16:3,18:0),
+    a JSON file of them, or a number of key/value heads (8, or a share such as 0.02), of which the best at recalling
+    earlier tokens are kept. Needs --window or --cache."""
 
     def __post_init__(self):
         if isinstance(self.cache, float) and 1000 <= self.cache < float("inf"):  # bytes, which no share can be
@@ -129,9 +128,9 @@ class MixerOptions:
     """The mixer that takes the place of attention."""
 
     kind: Literal["discrete_mamba2", "mamba2", "mamba1", "none"] = "discrete_mamba2"
-    """Mixer, a Mamba layer that keeps a state of constant size and no tokens. It replaces the attention of layers that
-    get no window of latest tokens; by default every replaced layer gets one. With `none`, layers with a window have no
-    state for tokens that have left it; this needs --window or --cache."""
+    """Mixer, a Mamba layer that keeps a state of constant size and no tokens, for replaced layers without a window; by
+    default every replaced layer has a window. With `none`, layers with a window have no state for tokens that have
+    left it; this needs --window or --cache."""
     export_ready: bool = False
     """Replace attention by a Mamba mixer that `convert-to-hybrid export` can write as one of transformers' own
     architectures: mamba2 with a norm per head, SiLU and no rotary embedding."""
@@ -270,16 +269,16 @@ class AlignmentOptions:
     """Alignment of the mixers with the attention that they replace."""
 
     method: Literal["none", "closed-form", "mohawk"] = "closed-form"
-    """Way to make replaced layers behave as the teacher's attention does. `closed-form` solves for their new weights
-    by least squares on --tokens tokens of --text, without training the model; `mohawk` then also trains it, in the
-    stages of the MOHAWK paper; `none` does neither."""
+    """Fit of the replaced layers to the teacher: `closed-form` solves for their new weights by least squares on
+    --tokens tokens of --text, without training; `mohawk` then also trains the model in the stages of the MOHAWK paper;
+    `none` does neither."""
     text: str = "default"
     """Text to fit on: `default` (in the package), `sampled` (drawn from the teacher), a .jsonl, .txt or
     .parquet file, a folder of them, or a Hub data set as NAME:CONFIG:SPLIT."""
     column: str = "text"
     """Column of the data set that holds the text."""
     tokens: PositiveInt = 30720
-    """Number of tokens of --text on which weights are fitted in closed form."""
+    """Number of tokens of --text that weights are fitted to in closed form."""
     sequence_length: Context | None = None
     """Tokens per sequence; by default 512 for mixers, 1,024 for layers with a window, and 2,048 where a cache budget
     allows windows wider than 341."""
@@ -312,7 +311,7 @@ class OutputOptions:
     max_shard_size: int | str = "5GB"
     """Size of the largest weights file."""
     overwrite: bool = False
-    """Replace the output folder, if this project made all that is in it, once the new one is complete."""
+    """Replace the output folder once the new one is complete. A folder with files of others is never replaced."""
 
     def __post_init__(self):
         parse_size(self.max_shard_size)
@@ -337,10 +336,10 @@ class PublishedOutputOptions(OutputOptions):
 class ConversionOptions:
     """Turn a pretrained Transformer, the teacher, into a hybrid that needs a fraction of its key/value cache.
 
-    Most heads of the hybrid attend exactly to a window, the latest tokens, and to a salient cache: the first tokens
+    Most heads of the hybrid attend exactly to a window of the latest tokens and to a salient cache: the first tokens
     and a few older ones that receive much attention. A state of constant size sums up all other tokens. A few heads
-    keep attention to all tokens. The new weights are fitted to the teacher in closed form: by least squares, without
-    training. On request a layer gets a Mamba mixer instead, which has a state only.
+    keep full attention. The new weights are fitted to the teacher by least squares, without training. On request,
+    layers get a Mamba mixer instead, which has only a state.
     """
 
     model: str | None = None

@@ -187,7 +187,7 @@ def _take_turn(conversation: Conversation, said: str, options: ChatOptions) -> N
     text = text.strip()
     again = said == "/retry" or (command == "/edit" and text != "")
     if again and not conversation.messages:
-        sys.stderr.write("/retry and /edit TEXT are about the last line, so that there has to be one.\n")
+        sys.stderr.write("Nothing to retry or edit yet.\n")
     elif again:
         conversation.answer_again(text or None, *how)
         print_piece("\n")

@@ -19,8 +19,8 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 WENT_BACK = (
-    "The cache has not gone on from this checkpoint: it was taken back further since, or is another one. Restore the "
-    "older checkpoints last, or keep copy.deepcopy(cache)."
+    "This checkpoint belongs to another cache, or to a part of this one that was rolled back since. Restore older "
+    "checkpoints last, or keep copy.deepcopy(cache)."
 )
 
 

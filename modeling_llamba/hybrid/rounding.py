@@ -1,6 +1,6 @@
 """Keys and values in few bits: each token's vector of a head is rounded alone and becomes one row of bytes.
 
-Since no row depends on another, blocks open, caches are cropped and beams change places as with unrounded tensors.
+Rows are independent, so evicting, cropping and reordering beams work as on tensors that are not rounded.
 Keys have a few dimensions with large values, which a common scale would leave no precision for the others. So a vector
 is first multiplied by a Hadamard matrix, which spreads them over all dimensions (QuaRot, arXiv 2404.00456). Of the
 result each group of numbers has integer codes, which are signed, and a scale in float16:

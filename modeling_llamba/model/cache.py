@@ -229,8 +229,8 @@ def fit_cache(cache: Cache | None, config) -> None:
             continue
         if getattr(layer, "is_initialized", False):
             raise ValueError(
-                f"Layer {i} cannot begin with keys of another model or of prefix tuning, as it takes in tokens only; "
-                "prompt tuning and LoRA work."
+                f"Layer {i} cannot start from keys computed elsewhere (another model's cache, prefix tuning); prompt "
+                "tuning and LoRA work."
             )
         if kind == "hybrid":
             most = layer.max_cache_len if isinstance(layer, StaticLayer) else None

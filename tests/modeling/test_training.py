@@ -143,7 +143,7 @@ def test_prefix_tuning_is_refused_with_what_works(pattern):
     model, ids = make_hybrid(pattern=pattern, dtype=torch.float32), random_ids(1, 9)
     tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     for use in (tuned, lambda ids: tuned.generate(input_ids=ids, max_new_tokens=2)):
-        with pytest.raises(ValueError, match="of prefix tuning, .* prompt tuning and LoRA work"):
+        with pytest.raises(ValueError, match=r"prefix tuning\); prompt tuning and LoRA work"):
             use(ids)
 
 

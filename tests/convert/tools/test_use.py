@@ -387,7 +387,7 @@ def test_chat_takes_turns_back(chatting, monkeypatch, capsys):
     done = capsys.readouterr()
     first, again, other, further = done.out.splitlines()
     assert first == again
-    assert done.err.count("there has to be one") == 2
+    assert done.err.count("Nothing to retry or edit yet.") == 2
     assert done.err.count("/edit is no command as it stands here") == 1
     monkeypatch.setattr("sys.stdin", io.StringIO("w12 w13\nw12\n"))
     main(["chat", str(chatting), "--max-new-tokens", "3"])
