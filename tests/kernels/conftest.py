@@ -162,6 +162,27 @@ def launches(monkeypatch):
     return counts
 
 
+@pytest.fixture
+def flex_in_the_interpreter(monkeypatch):
+    """As it is, PyTorch's would compile for a CPU; there it takes no gradient, and none is asked for."""
+    if INTERPRETED:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        import modeling_llamba.kernels.flex as flex
+
+        monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex_attention)
+
+
+@pytest.fixture
+def mixed(monkeypatch):
+    """How often the kernels mixed a segment."""
+    import modeling_llamba.kernels.triton.triton_prompt as kernels
+
+    calls, mix_blocks = [], kernels.mix_blocks
+    monkeypatch.setattr(kernels, "mix_blocks", lambda *inputs: calls.append(1) or mix_blocks(*inputs))
+    return calls
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/kernels/" in item.nodeid:

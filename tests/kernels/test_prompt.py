@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex_attention
 
 import modeling_llamba.kernels.flex as flex
 import modeling_llamba.kernels.triton.triton_backend as triton_backend
@@ -12,88 +11,35 @@ from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims
 from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.kernels.backend import BACKEND_VARIABLE
 from modeling_llamba.model.cache import new_cache
-from tests.helpers.hybrid_step import HIDDEN, PARTIAL, ROPE, in_parts, relative_error
+from tests.helpers.hybrid_step import HIDDEN, in_parts, make_layer, relative_error
+from tests.helpers.layer_cases import D16, LAYERS, naive_rows, numbers_of_tokens
 from tests.kernels.conftest import DEVICE, INTERPRETED
-from tests.kernels.layers import make_layer, naive
 
-BF16 = torch.bfloat16
-D16 = dict(head_dim=16, hybrid_state_planes=4)
-CASES = {  # options of the layer, its dtype, where a prompt of LENGTH tokens is cut
-    "grouped queries": (D16, torch.float32, [150]),
-    "in three parts, one of them short": (D16, torch.float32, [61, 2, 87]),
-    "parts within a block and a window": (D16 | dict(hybrid_block=8, hybrid_window=32), torch.float32, [13, 7, 130]),
-    "a kept head": (D16 | dict(hybrid_full_heads=[[2, 3]]), torch.float32, [70, 80]),
-    "all of a key is slow, D 24": (dict(head_dim=24), torch.float32, [149, 1]),
-    "partial rotary, D 80": (
-        dict(num_attention_heads=2, num_key_value_heads=2, head_dim=80,
-             rope_parameters=ROPE | PARTIAL, hybrid_state_planes=3),
-        torch.float32, [90, 60],
-    ),
-    "blocks of three tokens, the cap": (
-        D16 | dict(hybrid_block=3, hybrid_window=6, attn_logit_softcapping=2.0), torch.float32, [80, 70],
-    ),
-    "no salient": (D16 | dict(hybrid_salient=0), torch.float32, [80, 70]),
-    "neither sinks nor salient": (D16 | dict(hybrid_salient=0, hybrid_sinks=0), torch.float32, [80, 70]),
-    "many salient, blocks of one token": (D16 | dict(hybrid_salient=40, hybrid_block=1), torch.float32, [80, 70]),
-    "rows of 8 bits": (D16 | dict(window_bits=8), torch.float32, [80, 70]),
-    "D 256, of which 128 are slow": (
-        dict(num_attention_heads=2, num_key_value_heads=1, head_dim=256, hybrid_state_planes=64), torch.float32, [150],
-    ),
-    "blocks of 32, no map": (D16 | dict(hybrid_block=32, hybrid_window=64, hybrid_rank=0), torch.float32, [149, 1]),
-    "float16": (D16 | dict(hybrid_block=16, hybrid_window=32), torch.float16, [100, 50]),
-    "bf16": (D16 | dict(head_dim=64, hybrid_state_planes=8, hybrid_block=16, hybrid_window=32), BF16, [100, 50]),
-}  # fmt: skip
-LENGTH = 150
-WHOLE = ("grouped queries", "bf16")
-"""Cases with chunks and segments as they are, which are longer than these prompts."""
+pytestmark = pytest.mark.usefixtures("flex_in_the_interpreter")
+PROMPTS = [name for name, case in LAYERS.items() if case.parts and case.is_plain and case.reach is None]
 
 
-@pytest.fixture(autouse=True)
-def flex_in_the_interpreter(monkeypatch):
-    """As it is, PyTorch's would compile for a CPU; there it takes no gradient, and none is asked for."""
-    if INTERPRETED:
-        monkeypatch.setattr(flex, "compiled_flex_attention", lambda: flex_attention.flex_attention)
-
-
-@pytest.fixture
-def mixed(monkeypatch):
-    """How often the kernels mixed a segment."""
-    calls, mix_blocks = [], kernels.mix_blocks
-    monkeypatch.setattr(kernels, "mix_blocks", lambda *inputs: calls.append(1) or mix_blocks(*inputs))
-    return calls
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", PROMPTS)
 @torch.no_grad()
-def test_a_prompt_in_parts(record_property, monkeypatch, mixed, case):
-    """Outputs, and what is held at the end, to the state and the order of the places."""
-    options, dtype, parts = CASES[case]
-    if case not in WHOLE:
+def test_what_a_prompt_leaves_behind(monkeypatch, mixed, name):
+    """To the state and the order of the places, by kernels as by PyTorch's operations."""
+    options, reach, parts = LAYERS[name][:3]
+    if name != PROMPTS[0]:
         monkeypatch.setattr(kernels, "CHUNK", 16)
         monkeypatch.setattr(triton_backend, "SEGMENT", 64)
-    layer = make_layer(dtype, **options)
-    hidden_states = torch.randn(2, LENGTH, HIDDEN).to(DEVICE, dtype)
-    outputs, held = {}, {}
+    layer = make_layer(**options).to(DEVICE)
+    hidden_states = torch.randn(2, sum(parts), HIDDEN, device=DEVICE)
+    held = {}
     for backend in ("torch", "auto"):
         monkeypatch.setenv(BACKEND_VARIABLE, backend)
         cache = new_cache(layer.config)
-        outputs[backend] = torch.cat([*in_parts(layer, hidden_states, parts, cache)], dim=1)
+        for _ in in_parts(layer, hidden_states, parts, cache, reach):
+            pass
         held[backend] = cache.layers[0].held
         assert bool(mixed) == (backend == "auto")
-    index = torch.arange(LENGTH).expand(2, -1)
-    expected = naive(layer, hidden_states, index, None)
-    errors = {
-        backend: relative_error(found.flatten(0, 1), expected.flatten(0, 1)) for backend, found in outputs.items()
-    }
-    limits = {BF16: 3e-2, torch.float16: 4e-3, torch.float32: 5e-6 if INTERPRETED else 2e-5}
-    limit = limits[dtype]
-    record_property("layer", f"{errors['auto']:.1e}")
-    record_property("PyTorch's", f"{errors['torch']:.1e}")
-    assert outputs["auto"].dtype == dtype, errors
-    assert max(errors.values()) < limit, errors
     for name in ("salience", "seen"):
         torch.testing.assert_close(getattr(held["auto"], name), getattr(held["torch"], name))
-    assert relative_error(held["auto"].state, held["torch"].state.double()) < limit
+    assert relative_error(held["auto"].state, held["torch"].state.double()) < (5e-6 if INTERPRETED else 2e-5)
     there = held["torch"].salience > -torch.inf
     for own, theirs in zip(held["auto"][:2], held["torch"][:2], strict=True):
         own, theirs = (t.transpose(1, 2)[there] for t in (own, theirs))
@@ -154,9 +100,9 @@ def test_the_fate_of_columns(sizes, start):
 @torch.no_grad()
 def test_autocast(mixed):
     """A float32 layer in bfloat16: keys are float32 where they are rotated, values are not."""
-    layer = make_layer(**D16)
-    hidden_states = torch.randn(2, LENGTH, HIDDEN, device=DEVICE)
-    expected = naive(layer, hidden_states, torch.arange(LENGTH).expand(2, -1), None)
+    layer = make_layer(**D16).to(DEVICE)
+    hidden_states = torch.randn(2, 150, HIDDEN, device=DEVICE)
+    expected = naive_rows(layer, hidden_states, numbers_of_tokens(150, padded=False), None)
     with torch.autocast(DEVICE, torch.bfloat16):
         output = torch.cat([*in_parts(layer, hidden_states, [100, 50], new_cache(layer.config))], dim=1)
     assert mixed

@@ -12,22 +12,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims, open_blocks
-from modeling_llamba.hybrid.inputs import HybridInputs
-from modeling_llamba.hybrid.naive import naive_hybrid_attention
 from modeling_llamba.hybrid.rounding import Rounding, hadamard
 from modeling_llamba.kernels import backend
-from modeling_llamba.kernels.backend import BACKEND_VARIABLE
 from modeling_llamba.kernels.c import c_functions, c_library
 from modeling_llamba.model.cache import new_cache
 from modeling_llamba.model.config_values import CACHE_BITS
 from tests.helpers.hybrid_step import (
     HIDDEN,
-    PARTIAL,
-    ROPE,
     attention_to_rows,
+    in_parts,
     make_layer,
     relative_error,
-    rotary_of,
     rows_in_room,
 )
 
@@ -41,44 +36,10 @@ ATTENTION = [  # head dim, query heads of a key/value head, columns, cap of the 
     (80, 1, 77, 2.0, False),
     (128, 4, 1100, 5.0, True),
 ]
-LAYERS = {  # options of the layer, the farthest a sink may be
-    "grouped queries": ({}, None),
-    "kept heads": (dict(hybrid_full_heads=[[2, 3]]), None),
-    "slow planes": (dict(hybrid_state_planes=1), None),
-    "partial rotary": (
-        dict(num_attention_heads=2, num_key_value_heads=2, head_dim=80, rope_parameters=ROPE | PARTIAL,
-             hybrid_state_planes=3),
-        None,
-    ),
-    "a cap": (dict(num_key_value_heads=1, hybrid_salient=0, attn_logit_softcapping=2.0), None),
-    "neither sinks nor salient": (dict(hybrid_salient=0, hybrid_sinks=0), None),
-    "far sinks": (dict(hybrid_salient=9), 8),
-    "8 bits": (dict(window_bits=8), None),
-    "a kept head, keys less an offset": (
-        dict(window_bits=8, full_attention_bits=8, key_offsets=True, hybrid_full_heads=[[2, 3]]), None,
-    ),
-    "6 and 4 bits, far sinks, a kept head": (
-        dict(head_dim=48, window_bits=[6, 4], full_attention_bits=[6, 4], hybrid_full_heads=[[2, 3]]), 8,
-    ),
-    "2 bits for values alone, a kept head of 4 and 8": (
-        dict(head_dim=16, window_bits=[16, 2], full_attention_bits=[4, 8], hybrid_full_heads=[[0, 1]]), 8,
-    ),
-}  # fmt: skip
 
 
-def token_by_token(layer, hidden_states, index, reach, lengths_known):
-    """The layer's outputs, where the numbers of tokens are known to be the same in all rows, or are not."""
-    rotary, sink_rotary = rotary_of(layer, index, reach)
-    cache = new_cache(layer.config)
-    outputs = []
-    for t in range(index.shape[1]):
-        now = slice(t, t + 1)
-        far = None if sink_rotary is None else tuple(part[:, now] for part in sink_rotary)
-        inputs = HybridInputs(index[:, now], t if lengths_known else None, sink_rotary=far)
-        if layer.kept:
-            inputs = inputs._replace(causal_mask=torch.zeros(len(index), 1, 1, t + 1, dtype=hidden_states.dtype))
-        outputs.append(layer(hidden_states[:, now], tuple(part[:, now] for part in rotary), inputs, cache))
-    return torch.cat(outputs, dim=1)
+def token_by_token(layer, hidden_states):
+    return torch.cat([*in_parts(layer, hidden_states, [1] * LENGTH, new_cache(layer.config))], dim=1)
 
 
 @pytest.mark.parametrize(("bits", "dim"), ROWS)
@@ -194,35 +155,6 @@ def test_scores_that_overflow_are_not_hidden():
     assert output.isnan().all()
 
 
-@pytest.mark.parametrize("case", LAYERS)
-@pytest.mark.parametrize("lengths_known", [True, False])
-@pytest.mark.parametrize("threads", [1, 2], indirect=True)
-@torch.no_grad()
-def test_a_layer_token_by_token(case, lengths_known, threads, monkeypatch):
-    """From the first token on, so that window, places and state are empty, then fill up, and all three turn over."""
-    options, reach = LAYERS[case]
-    layer = make_layer(**options)
-    index = torch.arange(LENGTH).expand(2, -1)
-    hidden_states = torch.randn(2, LENGTH, HIDDEN)
-    called = []
-    mix_one = c_library.library().mix_one
-    monkeypatch.setattr(c_library.library(), "mix_one", lambda *inputs: called.append(1) or mix_one(*inputs))
-    found = token_by_token(layer, hidden_states, index, reach, lengths_known)
-    assert len(called) == LENGTH
-    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
-    by_torch = token_by_token(layer, hidden_states, index, reach, lengths_known)
-    assert len(called) == LENGTH
-    assert relative_error(found, by_torch) < 1e-5
-    if {"window_bits", "full_attention_bits"} & options.keys():
-        return  # a code on the edge between two would be another in float64
-    layer, hidden_states = layer.double(), hidden_states.double()
-    rotary, sink_rotary = rotary_of(layer, index, reach)
-    for row in range(2):
-        of_row = [None if pair is None else tuple(t[row] for t in pair) for pair in (rotary, sink_rotary)]
-        expected = naive_hybrid_attention(layer, hidden_states[row], *of_row)
-        assert relative_error(found[row], expected) < 1e-5
-
-
 @pytest.mark.parametrize("bits", [16, 8, [6, 4]])
 @pytest.mark.parametrize("sizes", [(16, 2, 4, 16), (4, 7, 2, 3), (3, 1, 0, 5), (1, 5, 0, 0), (8, 3, 3, 61)])
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
@@ -254,11 +186,10 @@ def test_blocks_are_opened_in_place(bits, sizes, threads):
 @torch.no_grad()
 def test_a_layer_in_bfloat16():
     layer = make_layer(torch.bfloat16, head_dim=64, hybrid_state_planes=8)
-    index = torch.arange(LENGTH).expand(2, -1)
     hidden_states = torch.randn(2, LENGTH, HIDDEN).bfloat16()
-    found = token_by_token(layer, hidden_states, index, None, True)
+    found = token_by_token(layer, hidden_states)
     assert found.dtype == torch.bfloat16
-    expected = token_by_token(layer.float(), hidden_states.float(), index, None, True)
+    expected = token_by_token(layer.float(), hidden_states.float())
     assert relative_error(found, expected) < 3e-2
 
 
@@ -266,11 +197,10 @@ def test_a_layer_in_bfloat16():
 @torch.no_grad()
 def test_autocast(dtype):
     layer = make_layer(hybrid_full_heads=[[2, 3]])
-    index = torch.arange(LENGTH).expand(2, -1)
     hidden_states = torch.randn(2, LENGTH, HIDDEN)
-    expected = token_by_token(layer, hidden_states, index, None, True)
+    expected = token_by_token(layer, hidden_states)
     with torch.autocast("cpu", dtype=dtype):
-        found = token_by_token(layer, hidden_states, index, None, True)
+        found = token_by_token(layer, hidden_states)
     assert relative_error(found, expected) < 3e-2
 
 
@@ -365,9 +295,8 @@ def test_two_processes_compile_at_once(tmp_path):
 @torch.no_grad()
 def test_without_a_compiler_pytorch_does_the_same(compiler, monkeypatch, tmp_path):
     layer = make_layer(window_bits=8)
-    index = torch.arange(LENGTH).expand(2, -1)
     hidden_states = torch.randn(2, LENGTH, HIDDEN)
-    expected = token_by_token(layer, hidden_states, index, None, True)
+    expected = token_by_token(layer, hidden_states)
     said = []
     monkeypatch.setattr(c_library.logger, "warning", said.append)
     monkeypatch.setattr(c_library, "LIBRARY_FOLDER", tmp_path / "libraries")
@@ -381,7 +310,7 @@ def test_without_a_compiler_pytorch_does_the_same(compiler, monkeypatch, tmp_pat
     c_library.library.cache_clear()
     monkeypatch.delitem(backend.FOUND, "cpu")
     try:
-        found = token_by_token(layer, hidden_states, index, None, True)
+        found = token_by_token(layer, hidden_states)
     finally:
         c_library.library.cache_clear()
     assert relative_error(found, expected) < 1e-5
