@@ -59,7 +59,8 @@ def code_files(config_class: type, config=None) -> dict[str, str]:
 
 def code_in(folder: Path, auto_map: dict[str, str]) -> set[str]:
     """Names of the code files in a checkpoint's folder that its configuration refers to, directly or by imports."""
-    waiting = [f"{reference.partition('.')[0]}.py" for reference in auto_map.values()]
+    # a reference may name the repository that the code came from: me/hybrid--modeling_llamba.LlambaForCausalLM
+    waiting = [f"{reference.rpartition('--')[2].partition('.')[0]}.py" for reference in auto_map.values()]
     found = set()
     while waiting:
         name = waiting.pop()

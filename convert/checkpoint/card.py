@@ -17,6 +17,10 @@ NOT_MEASURED = "not measured yet: `python -m recipes.evaluate`"
 NO_FIGURES = {KL_ROW: NOT_MEASURED, RECALL_ROW: NOT_MEASURED}
 """Replacements for the rows of figures that training makes out of date."""
 
+KERNELS = """\
+Its code is PyTorch alone. Where convert-to-hybrid is installed, its kernels make the model faster. Those for a CPU are
+compiled by the machine's C compiler when a hybrid first runs, and kept in transformers' cache of modules, in
+`hybrid_kernels`; `HYBRID_COMPILE_C=0` forbids that."""
 TEMPLATE = """---
 {{ card_data }}
 ---
@@ -34,9 +38,7 @@ model = AutoModelForCausalLM.from_pretrained("{{ path }}", trust_remote_code=Tru
 
 {{ alignment_note }}
 
-Its code is PyTorch alone. Where convert-to-hybrid is installed, its kernels make the model faster. Those for a CPU are
-compiled by the machine's C compiler when a hybrid first runs, and kept in transformers' cache of modules, in
-`hybrid_kernels`; `HYBRID_COMPILE_C=0` forbids that.
+{{ kernels }}
 
 | | |
 |---|---|
@@ -194,6 +196,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         path=name,
         teacher=plan.teacher.public_name,
         needed=NEEDED,
+        kernels=KERNELS,
         replaced=replaced_in_words,
         layers=layer_letters(summary["layer_types"]),
         legend=legend,

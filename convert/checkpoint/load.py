@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 import modeling_llamba  # noqa: F401  registers its classes
 import modeling_phimamba  # noqa: F401
 
-from ..teachers.teacher import check_hub_id, first_line, read_tokenizer
+from ..teachers.teacher import check_hub_id, check_not_split, first_line, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,6 +28,7 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{model} is neither a folder nor a GGUF file.")
+        check_not_split(path.name)
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
+from ..checkpoint.card import KERNELS
 from ..checkpoint.code import NEEDED, versions
 from ..checkpoint.pictures import CACHE, LAYERS
 from ..checkpoint.tokenizer import (
@@ -159,7 +160,7 @@ def _card(plan: TransferPlan, title: str, licence: Licence) -> ModelCard:
     notes = "\n".join(f"- {note}" for note in plan.notes)
     pictures = needed = ""
     if plan.provenance is not None:
-        needed = f" It loads with `{NEEDED}`."
+        needed = f" It loads with `{NEEDED}`.\n\n{KERNELS}"
         pictures = f"![layers and heads]({LAYERS})\n![cache against length]({CACHE})"
     return ModelCard.from_template(
         data, template_str=CARD, title=title, description=plan.description + needed, notes=notes, pictures=pictures

@@ -6,6 +6,7 @@ import importlib.metadata
 from pathlib import Path
 
 PACKAGES = ("convert", "modeling_llamba", "modeling_phimamba")
+SOURCES = (".py", ".c", ".h")
 
 
 def project_version() -> str:
@@ -22,6 +23,7 @@ def _hash_of_sources() -> str:
     """First digits of a hash over all code that decides what a conversion gives."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
-    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
-        digest.update(path.read_bytes())
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.*")):
+        if path.suffix in SOURCES:
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

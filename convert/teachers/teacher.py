@@ -202,6 +202,8 @@ def find_teacher(
         if gguf_file is None and (cached := cached_repository(path)) is not None:
             name, commit = cached
     else:
+        if gguf_file is not None:
+            check_not_split(gguf_file)
         folder, commit, headers_only = download_model(model, revision, gguf_file, trust_remote_code, with_weights)
     if revision is not None and path.exists():
         raise ValueError(f"{model} is local; a revision exists on the Hub only.")
@@ -392,14 +394,23 @@ def declared_layer_types(config: PreTrainedConfig) -> list[str]:
     return types
 
 
+def check_not_split(gguf_file: str) -> None:
+    """Refuse one of the files into which a GGUF model is split.
+
+    Raises:
+        ValueError: it is one, by its name.
+    """
+    if part := GGUF_PART.fullmatch(Path(gguf_file).name):
+        raise ValueError(
+            f"{gguf_file} is part {int(part[2])} of {int(part[3])} of a model; join them by llama.cpp's "
+            f"`llama-gguf-split --merge {part[1]}-00001-of-{part[3]}.gguf {part[1]}.gguf` and use {part[1]}.gguf."
+        )
+
+
 def _gguf_config(folder: Path, gguf_file: str) -> PreTrainedConfig:
     if not (folder / gguf_file).is_file():
         raise ValueError(f"{folder} has no file {gguf_file}.")
-    if part := GGUF_PART.fullmatch(gguf_file):
-        raise ValueError(
-            f"{gguf_file} is part {int(part[2])} of {int(part[3])} of a model; join them by llama.cpp's "
-            f"`llama-gguf-split --merge {part[1]}-00001-of-{part[3]}.gguf {part[1]}.gguf` and convert {part[1]}.gguf."
-        )
+    check_not_split(gguf_file)
     if importlib.util.find_spec("gguf") is None:
         raise ValueError("Reading GGUF needs the package gguf: pip install 'convert-to-hybrid[gguf]'.")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 
 from modeling_llamba.kernels.backend import BACKEND_VARIABLE, requested_backend
-from modeling_llamba.kernels.c.c_library import COMPILE_VARIABLE, LIBRARY_FOLDER, compilers, library
+from modeling_llamba.kernels.c.c_library import COMPILE_VARIABLE, LIBRARY_FOLDER, PROBLEMS, forbidden, library
 from modeling_llamba.kernels.triton.scans import choose_scan, fla_gradient_problem
 
 LIBRARIES = (
@@ -87,10 +87,8 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     window = choose("flex_attention", "triton")
     on_cpu = {"runs": "C", "why": f"compiled at first use into {LIBRARY_FOLDER}; {COMPILE_VARIABLE}=0 forbids it"}
     if library() is None:
-        problem = f"{' and '.join(compilers())}: compiled nothing" if compilers() else "no C compiler"
-        if os.environ.get(COMPILE_VARIABLE) == "0":
-            problem = f"{COMPILE_VARIABLE}=0 forbids it"
-        on_cpu = {"runs": "torch", "why": problem}
+        why = f"{COMPILE_VARIABLE}={os.environ[COMPILE_VARIABLE]} forbids it" if forbidden() else PROBLEMS[0]
+        on_cpu = {"runs": "torch", "why": why}
     if asked := os.environ.get(BACKEND_VARIABLE):
         try:
             asked = requested_backend("auto")

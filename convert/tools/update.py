@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from modeling_llamba.ship_code import code_in
+from modeling_llamba.ship_code import code_files, code_in
 
+from ..checkpoint.card import KERNELS
 from ..checkpoint.code import NEEDED, versions
 from ..checkpoint.load import load_config
 from ..errors import during
@@ -29,7 +30,8 @@ def update(folder: str) -> tuple[str, str]:
         The version of this project that wrote the folder's code, and today's.
 
     Raises:
-        ValueError: it is no hybrid's folder, or has weights of a format that this code does not read.
+        ValueError: it is no hybrid's folder, has weights of a format that this code does not read, or a file of the user
+            with a name of today's code.
     """
     output = Path(os.path.realpath(Path(folder).expanduser()))
     written = read_json(output / "config.json")
@@ -41,24 +43,36 @@ def update(folder: str) -> tuple[str, str]:
     before = _last_versions(config.conversion or {}).get("convert-to-hybrid", "an earlier version")
     after = versions()
     config.conversion = (config.conversion or {}) | {"updated_with": after}
+    marker = output / MARKER
+    made = set(json.loads(marker.read_text())["files"]) if marker.is_file() else set()
     old_code = code_in(output, written["auto_map"])
+    code = {*code_files(type(config), config)}
+    if foreign := sorted(name for name in code - old_code - made if os.path.lexists(output / name)):
+        raise ValueError(
+            f"{output} has a file {foreign[0]} that is not the hybrid's, and today's code needs that name."
+        )
 
     def written_anew(place: str, names: list[str]) -> set[str]:
         """Names of files that are written below; files of these names in folders inside stay."""
-        return {"config.json", "README.md", MARKER} & set(names) if Path(place) == output else set()
+        return {"config.json", "README.md", MARKER, *old_code, *code} & set(names) if Path(place) == output else set()
 
     with during(f"updating {output}"), rewriting(output) as staged:
         shutil.copytree(output, staged, symlinks=True, ignore=written_anew, copy_function=_link, dirs_exist_ok=True)
-        for name in old_code:
-            (staged / name).unlink()
         card = output / "README.md"
         if card.is_file():
-            (staged / card.name).write_text(NEEDS.sub(rf"\g<1>{NEEDED}\2", card.read_text()))
+            (staged / card.name).write_text(_renewed(card.read_text()))
         config.save_pretrained(staged)
-        if (output / MARKER).is_file():
-            made = set(json.loads((output / MARKER).read_text())["files"]) - old_code
-            mark(staged, made | code_in(staged, config.auto_map))
+        if marker.is_file():
+            mark(staged, made - old_code | code_in(staged, config.auto_map))
     return before, after["convert-to-hybrid"]
+
+
+def _renewed(card: str) -> str:
+    """A card with today's sentences on versions and kernels."""
+    card = NEEDS.sub(rf"\g<1>{NEEDED}\2", card)
+    if KERNELS in card or "\n| | |\n" not in card:
+        return card
+    return card.replace("\n| | |\n", f"\n{KERNELS}\n\n| | |\n", 1)
 
 
 def _last_versions(conversion: dict[str, Any]) -> dict[str, str]:

@@ -230,8 +230,12 @@ class HybridModel(HybridPreTrainedModel):
         mask_2d = None
         if is_padding_mask(attention_mask):
             mask_2d = attention_mask
-        if cu_seqlens is None:
-            cu_seqlens = kwargs.get("cu_seq_lens_q")
+        lengths = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is not None and lengths is not None:
+            raise ValueError("cu_seqlens and cu_seq_lens_q are two names of one argument; pass one of them.")
+        if kwargs.get("output_router_logits") and getattr(self.config, "num_experts", None) is None:
+            raise ValueError("This model has no experts, and so no router logits: leave out output_router_logits.")
+        cu_seqlens = lengths if cu_seqlens is None else cu_seqlens
         seq_idx = packed_sequence_ids(position_ids, seq_idx, cu_seqlens, shape, mask_2d, cache)
         if use_cache and cache is None and seq_idx is None:
             cache = new_cache(self.config)

@@ -26,13 +26,16 @@ def packed_sequence_ids(
     Restarting `position_ids` count in a forward without a cache, and between tokens that are not padding.
 
     Raises:
-        ValueError: `cu_seqlens` does not describe this batch, or a packed batch comes with a cache.
+        ValueError: `cu_seqlens` does not describe this batch or is given beside `seq_idx`, or a packed batch comes with
+            a cache.
     """
     if cache is not None:
         if seq_idx is not None or cu_seqlens is not None:
             raise ValueError("Packed sequences leave no single state to continue from: pass no cache.")
         return None
     if seq_idx is not None:
+        if cu_seqlens is not None:
+            raise ValueError("seq_idx and cu_seqlens both say how sequences are packed; pass one of them.")
         return seq_idx.expand(batch_shape)
     if cu_seqlens is not None:
         num_tokens = batch_shape[0] * batch_shape[1]

@@ -20,8 +20,10 @@ def upstream_page() -> str:
     lines = [
         "# Names of torch and transformers that a checkpoint's code imports",
         "",
-        "Made by `upstream_page()` of tests/helpers/upstream.py; a test compares them. Files named `experts*` and",
-        "`recurrent.py` import other families' modules, and only in a model that has such layers.",
+        "Made by `upstream_page()` of tests/helpers/upstream.py; a test compares them. Of other families' modules every",
+        "model imports Phi's (`rotary.py`) and Gemma 2's (`attention.py`), and files named `experts*` and `recurrent.py`",
+        "import more, in a model that has such layers. By attribute alone, `torch._dynamo.mark_static_address`",
+        "(`hybrid_cache.py`) and `torch._dynamo.config` (`flex.py`) are used.",
         "",
         "| module | names | files |",
         "|---|---|---|",

@@ -61,6 +61,20 @@ def test_no_keyword_is_swallowed():
         model(ids, cu_seq_lens_k=torch.tensor([0, 4, 8]))
 
 
+@torch.no_grad()
+def test_two_ways_of_saying_one_thing_are_refused():
+    model, ids = make_hybrid(), random_ids(1, 8)
+    starts, others = torch.tensor([0, 4, 8]), torch.tensor([0, 3, 8])
+    for two in (
+        dict(seq_idx=torch.tensor([[0] * 4 + [1] * 4]), cu_seqlens=others),
+        dict(cu_seqlens=starts, cu_seq_lens_q=others),
+    ):
+        with pytest.raises(ValueError, match="pass one of them"):
+            model(ids, use_cache=False, **two)
+    with pytest.raises(ValueError, match="no experts"):
+        model(ids, output_router_logits=True)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
 def test_a_mask_of_four_dimensions_is_followed_or_refused(pattern):

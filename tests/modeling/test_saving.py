@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tarfile
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -290,6 +291,26 @@ def test_device_map_and_offload_to_disk(pattern, tmp_path):
         torch.testing.assert_close(split(ids).logits, model(ids).logits)
         generated = split.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(generated, model.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+@torch.no_grad()
+def test_accelerate_offloads_what_has_no_gradient(tmp_path):
+    """To the disk, where it leaves buffers out."""
+    bits = dict(window_bits=8, full_attention_bits=8, key_offsets=True)
+    model = make_hybrid(pattern="beside-only", dtype=torch.float32, **bits)
+    fixed = [(name, p) for name, p in model.named_parameters() if name.endswith(("salience", "key_offset"))]
+    assert {name.rpartition(".")[2] for name, _ in fixed} == {"salience", "key_offset"}
+    for _, parameter in fixed:
+        parameter.normal_()
+    model.save_pretrained(tmp_path / "model")
+    with accelerate.init_empty_weights():
+        empty = LlambaForCausalLM(model.config)
+    places = {f"model.{name}": "disk" if name == "layers" else "cpu" for name, _ in model.model.named_children()}
+    split = accelerate.load_checkpoint_and_dispatch(
+        empty, tmp_path / "model", places | {"lm_head": "cpu"}, offload_folder=tmp_path / "offload"
+    )
+    ids = random_ids(1, 40)
+    torch.testing.assert_close(split(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
 def test_loading_in_half_precision_keeps_values(tmp_path):

@@ -37,7 +37,9 @@ ARCHITECTURES = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}
 LIBRARY_FOLDER = Path(HF_MODULES_CACHE) / "hybrid_kernels"
 """Folder in which compiled libraries are kept, below transformers' own for remote code."""
 COMPILE_VARIABLE = "HYBRID_COMPILE_C"
-"""Environment variable that keeps a hybrid from compiling, with 0."""
+"""Environment variable that keeps a hybrid from compiling, with 0, false, no or off."""
+PROBLEMS: list[str] = []
+"""The reasons for which libraries could not be made in this process."""
 TYPES = {torch.float32: 32, torch.bfloat16: 16}
 """Types of a model that is computed here, and their bits."""
 SPAN = 512
@@ -58,6 +60,11 @@ def compilers() -> list[str]:
     return [*dict.fromkeys(path for path in found if path is not None)]
 
 
+def forbidden() -> bool:
+    """Return True if the environment variable HYBRID_COMPILE_C says that nothing may be compiled."""
+    return os.environ.get(COMPILE_VARIABLE, "").lower() in ("0", "false", "no", "off")
+
+
 @functools.cache
 def library(*others: Path) -> ctypes.CDLL | None:
     """The compiled functions; None where they cannot be compiled, which is said once, or must not be.
@@ -65,7 +72,7 @@ def library(*others: Path) -> ctypes.CDLL | None:
     Args:
         others: files of functions that belong to another module and call these.
     """
-    if os.environ.get(COMPILE_VARIABLE) == "0":
+    if forbidden():
         return None
     sources = [*(FOLDER / name for name in SOURCES), *others]
     text = "".join(path.read_text() for path in [*sorted(FOLDER.glob("*.h")), *sources])
@@ -92,9 +99,10 @@ def library(*others: Path) -> ctypes.CDLL | None:
                 return loaded
             except (OSError, subprocess.CalledProcessError) as error:
                 causes[folder] = _cause(found, error)
-    problem = "; ".join(dict.fromkeys(causes.values())) or "there is no C compiler; install gcc"
+    PROBLEMS.append("; ".join(dict.fromkeys(causes.values())) or "there is no C compiler; install gcc")
     logger.warning(
-        f"A hybrid is slower on a CPU without its functions in C ({problem}). Set {COMPILE_VARIABLE}=0 to do without."
+        f"A hybrid is slower on a CPU without its functions in C ({PROBLEMS[-1]}). Set {COMPILE_VARIABLE}=0 to do "
+        "without."
     )
     return None
 

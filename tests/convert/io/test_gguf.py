@@ -13,7 +13,7 @@ from convert.teachers import FAMILIES
 from convert.teachers.teacher import find_teacher
 from convert.teachers.weights import TeacherWeights
 from tests.helpers.gguf_file import ARCHITECTURES, write_gguf
-from tests.helpers.index_teachers import QWEN_05B, index_teacher
+from tests.helpers.index_teachers import QWEN_05B, QWEN_15B, index_teacher
 from tests.helpers.teachers import TEACHERS, random_ids
 
 
@@ -88,11 +88,12 @@ def test_a_part_of_a_model_is_told_how_to_be_joined(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_qwen_is_planned():
-    path = index_teacher(QWEN_05B)
+@pytest.mark.parametrize(("original", "parameters"), [(QWEN_05B, 630_167_424), (QWEN_15B, 1_777_088_000)])
+def test_a_real_qwen_is_planned(original, parameters):
+    path = index_teacher(original)
     teacher = find_teacher(str(path))
     files, notes = read_tokenizer(teacher, False, "llamba")
     assert "NFC" in notes[0]
     assert "tokenizer.json" in files
     plan = plan_conversion(ConversionOptions(model=str(path), output=PublishedOutputOptions(folder="unused")))
-    assert plan.parameters_before == 630_167_424
+    assert plan.parameters_before == parameters

@@ -9,13 +9,16 @@ import tarfile
 
 import pytest
 
+from convert.checkpoint.card import KERNELS
 from convert.io import folder as folder_of_runs
 from convert.tools.update import update
 from modeling_llamba import LlambaConfig, compatibility
+from modeling_llamba.model import hybrid_model
 from modeling_llamba.ship_code import code_files
 from modeling_phimamba import PhiMambaConfig
 from tests.helpers.before import BEFORE, BEFORE_5_24
 from tests.helpers.command import check_one_line_error, run_as_is
+from tests.helpers.hybrids import make_hybrid
 
 STRANGER = """
 import pathlib, sys
@@ -111,6 +114,37 @@ def test_an_update_that_fails_leaves_the_folder(folders, monkeypatch):
     assert {path.name for path in folders[0].parent.iterdir()} == set(FAMILIES)
 
 
+def test_a_file_of_the_user_with_a_name_of_todays_code_stays(folders):
+    (folders[0] / "prompt.py").write_text("mine")
+    before = contents(folders[0])
+    with pytest.raises(ValueError, match="prompt.py that is not the hybrid's"):
+        update(folders[0])
+    assert contents(folders[0]) == before
+
+
+def test_code_that_came_from_a_repository(folders, monkeypatch):
+    """Its references name that; the files, links to which are staged, are not written through."""
+    config = json.loads((folders[0] / "config.json").read_text())
+    config["auto_map"] = {name: f"me/hybrid--{place}" for name, place in config["auto_map"].items()}
+    (folders[0] / "config.json").write_text(json.dumps(config))
+    before = contents(folders[0])
+    with monkeypatch.context() as failing:
+        failing.setattr(folder_of_runs, "_swap", lambda *folders: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            update(folders[0])
+    assert contents(folders[0]) == before
+    update(folders[0])
+    assert {name for name in contents(folders[0]) if name.endswith(".py")} == set(
+        code_files(LlambaConfig, LlambaConfig.from_pretrained(folders[0]))
+    )
+
+
+def test_a_card_says_what_is_compiled(folders):
+    for folder in folders:
+        update(folder)
+        assert KERNELS in (folder / "README.md").read_text()
+
+
 def test_one_run_at_a_time_and_after_a_kill(folders):
     folder = folders[0]
     stale = folder.with_name(f".{folder.name}.partial-01234567")
@@ -149,6 +183,13 @@ def test_newer_versions_of_transformers_are_named_once(caplog, monkeypatch):
     (record,) = caplog.records
     assert "5.99.0.dev0 is installed" in record.message
     assert "update FOLDER" in record.message
+
+
+def test_a_model_asks_whether_transformers_is_newer(monkeypatch):
+    asked = []
+    monkeypatch.setattr(hybrid_model, "warn_if_newer", lambda: asked.append(1))
+    make_hybrid()
+    assert asked
 
 
 def test_drafts_are_refused_by_versions_that_may_go_on_with_those_rejected():

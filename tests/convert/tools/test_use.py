@@ -18,6 +18,7 @@ from convert.tools.chat import Conversation, shared_beginning
 from convert.tools.env import environment
 from convert.tools.inspect import inspect_model
 from modeling_llamba import LlambaForCausalLM
+from modeling_llamba.kernels.c import c_library
 from tests.helpers.before import BEFORE
 from tests.helpers.command import check_one_line_error
 from tests.helpers.command import run_as_is as use
@@ -169,16 +170,20 @@ def test_env_says_which_code_runs_and_why():
     assert "SSD scan" in use("env").stdout
 
 
-def test_env_says_what_computes_few_bits_on_a_cpu(monkeypatch):
+def test_env_says_what_computes_few_bits_on_a_cpu(monkeypatch, tmp_path):
     part = "few bits and one token on a CPU"
     found = environment()["backends"][part]
     assert found["runs"] == "C"
-    monkeypatch.setattr(env, "library", lambda: None)
+    problems = []
+    monkeypatch.setattr(c_library, "PROBLEMS", problems)
+    monkeypatch.setattr(env, "PROBLEMS", problems)
+    monkeypatch.setattr(env, "library", c_library.library.__wrapped__)
+    monkeypatch.setattr(c_library, "LIBRARY_FOLDER", tmp_path)
+    monkeypatch.setattr(c_library, "compilers", list)
     found = environment()["backends"][part]
-    assert found["runs"] == "torch"
-    assert found["why"].endswith("compiled nothing")
-    monkeypatch.setattr(env, "compilers", list)
-    assert environment()["backends"][part] == {"runs": "torch", "why": "no C compiler"}
+    assert found == {"runs": "torch", "why": "there is no C compiler; install gcc"}
+    monkeypatch.setenv(c_library.COMPILE_VARIABLE, "off")
+    assert environment()["backends"][part] == {"runs": "torch", "why": "HYBRID_COMPILE_C=off forbids it"}
 
 
 def test_env_heeds_the_variable(monkeypatch):
