@@ -8,7 +8,7 @@ import dataclasses
 
 from .checkpoint.tokenizer import SideFiles, read_side_files
 from .errors import during
-from .fit.cost import alignment_cost
+from .fit.memory import alignment_bytes
 from .layout.placement import Decision
 from .options import ConversionOptions
 from .plan import Plan, make_plan
@@ -55,7 +55,7 @@ def resolve_all(options: ConversionOptions, weights: TeacherWeights) -> Resolved
 
 
 def first_plan(budget: Budget) -> tuple[Plan, Decision]:
-    """Plan without scores, and estimate the cost of the alignment.
+    """Plan without scores, and estimate the memory of the alignment.
 
     Raises:
         ValueError: no placement fits into the budget, or --export-ready was given and no architecture can hold the
@@ -67,4 +67,4 @@ def first_plan(budget: Budget) -> tuple[Plan, Decision]:
         from .formats.export import check_exportable
 
         check_exportable(plan.config)
-    return dataclasses.replace(plan, alignment_cost=alignment_cost(plan)), decision
+    return dataclasses.replace(plan, alignment_bytes=alignment_bytes(plan)), decision

@@ -181,7 +181,7 @@ def _fit(plan: Plan, aligner: Aligner | None) -> tuple[Plan, Alignment | None]:
 def _planned_again(plan: Plan, decision: Decision) -> Plan:
     """Make the plan of another placement; the estimated cost is still that of the first."""
     again = make_plan(plan.weights, decision, plan.resolved)
-    return dataclasses.replace(again, alignment_cost=plan.alignment_cost)
+    return dataclasses.replace(again, alignment_bytes=plan.alignment_bytes)
 
 
 class Stopwatch:

@@ -5,7 +5,7 @@ import typing
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -32,13 +32,6 @@ UNDECIDED: dict[Undecided, str] = {
 """Note for each part of a placement that scores choose during a run."""
 
 
-class Cost(NamedTuple):
-    """Seconds, and bytes of memory of the whole process at its peak, or of the device that it runs on."""
-
-    seconds: float
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class Plan:
     """Decisions of a conversion. A run makes a plan from headers first, and again after the scores and the fit."""
@@ -52,8 +45,8 @@ class Plan:
     """One per tensor of the hybrid, in the order in which they are written."""
     notes: tuple[str, ...] = ()
     """Notes for the user: on values that only a run can choose, and on features of the teacher that a state lacks."""
-    alignment_cost: Cost | None = None
-    """Estimated cost of aligning on this machine, where there is an estimate."""
+    alignment_bytes: int | None = None
+    """Estimated memory of aligning, of the whole process or of the device, where there is an estimate."""
 
     @property
     def teacher(self) -> Teacher:
@@ -118,7 +111,7 @@ class Plan:
             "state_bytes": cache_bytes(self.config, 0)[1],
             "bits": self.placement.bits.config_fields(),
             "expected_peak_memory_bytes": self.expected_peak_memory(),
-            "expected_alignment": None if self.alignment_cost is None else self.alignment_cost._asdict(),
+            "expected_alignment_bytes": self.alignment_bytes,
             "cache_bytes": {
                 name: dict(zip(("teacher", "hybrid"), cache_bytes(self.config, length), strict=True))
                 | {"teacher_int8": rounded_teacher_bytes(self.config, length, 8)}
@@ -308,8 +301,8 @@ def describe(plan: Plan) -> str:
         f"to write    {human_bytes(s['bytes_to_write'])}; peak memory of writing about "
         f"{human_bytes(s['expected_peak_memory_bytes'])} on top of Python's own",
     ]
-    if (cost := plan.alignment_cost) is not None:
-        lines.append(f"to align    about {minutes(cost.seconds)} here, {human_bytes(cost.nbytes)} of memory")
+    if plan.alignment_bytes is not None:
+        lines.append(f"to align    about {human_bytes(plan.alignment_bytes)} of memory")
     for context, size in s["cache_bytes"].items():
         share = size["hybrid"] / size["teacher"]
         lines.append(

@@ -9,7 +9,7 @@ from ..hybrids.shapes import layer_letters, legend_of_letters
 from ..io.writer import human_bytes
 from ..layout.placement import window_in_words
 from ..plan import Plan, break_even_in_words
-from .code import NEEDED
+from .code import KERNELS, NEEDED
 from .tokenizer import Licence
 
 KL_ROW, RECALL_ROW = "KL to the teacher, nats per token", "recall, of the teacher's"
@@ -17,10 +17,6 @@ NOT_MEASURED = "not measured yet: `python -m recipes.evaluate`"
 NO_FIGURES = {KL_ROW: NOT_MEASURED, RECALL_ROW: NOT_MEASURED}
 """Replacements for the rows of figures that training makes out of date."""
 
-KERNELS = """\
-Its code is PyTorch alone. Where convert-to-hybrid is installed, its kernels make the model faster. Those for a CPU are
-compiled by the machine's C compiler when a hybrid first runs, and kept in transformers' cache of modules, in
-`hybrid_kernels`; `HYBRID_COMPILE_C=0` forbids that."""
 TEMPLATE = """---
 {{ card_data }}
 ---

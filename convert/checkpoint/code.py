@@ -11,6 +11,11 @@ from ..io.version import project_version
 
 NEEDED = "transformers>=5.16.1,<6"
 """Versions of libraries that load a checkpoint, as in pyproject.toml, which a test compares."""
+KERNELS = """\
+Its code is PyTorch alone. Where convert-to-hybrid is installed, its kernels make the model faster. Those for a CPU are
+compiled by the machine's C compiler when a hybrid first runs, and kept in transformers' cache of modules, in
+`hybrid_kernels`; `HYBRID_COMPILE_C=0` forbids that."""
+"""Paragraph of a card on kernels, and on what a machine compiles."""
 
 
 def write_code_and_config(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:

@@ -11,8 +11,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from ..checkpoint.card import KERNELS
-from ..checkpoint.code import NEEDED, versions
+from ..checkpoint.code import KERNELS, NEEDED, versions
 from ..checkpoint.pictures import CACHE, LAYERS
 from ..checkpoint.tokenizer import (
     Licence,

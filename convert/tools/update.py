@@ -9,8 +9,7 @@ from typing import Any
 
 from modeling_llamba.ship_code import code_files, code_in
 
-from ..checkpoint.card import KERNELS
-from ..checkpoint.code import NEEDED, versions
+from ..checkpoint.code import KERNELS, NEEDED, versions
 from ..checkpoint.load import load_config
 from ..errors import during
 from ..hybrids.shapes import HYBRIDS
@@ -30,8 +29,8 @@ def update(folder: str) -> tuple[str, str]:
         The version of this project that wrote the folder's code, and today's.
 
     Raises:
-        ValueError: it is no hybrid's folder, has weights of a format that this code does not read, or a file of the user
-            with a name of today's code.
+        ValueError: it is no hybrid's folder, has weights of a format that this code does not read, or has a file of
+            the user with a name of today's code.
     """
     output = Path(os.path.realpath(Path(folder).expanduser()))
     written = read_json(output / "config.json")

@@ -26,8 +26,8 @@ def packed_sequence_ids(
     Restarting `position_ids` count in a forward without a cache, and between tokens that are not padding.
 
     Raises:
-        ValueError: `cu_seqlens` does not describe this batch or is given beside `seq_idx`, or a packed batch comes with
-            a cache.
+        ValueError: `cu_seqlens` does not describe this batch, or is given beside `seq_idx`, or a packed batch comes
+            with a cache.
     """
     if cache is not None:
         if seq_idx is not None or cu_seqlens is not None:

@@ -13,8 +13,8 @@ from convert.checkpoint.load import load_config, load_model
 from convert.cli import main as command
 from convert.fit import activations, fit
 from convert.fit.aligner import Aligner
-from convert.fit.cost import device_bytes
 from convert.fit.layer_data import Pieces
+from convert.fit.memory import device_bytes
 from convert.fit.text import CalibrationRows
 from convert.layout.placement import Hybrid, everywhere
 from convert.options import make_options
@@ -46,7 +46,7 @@ def converted(teacher, out, limit=2**33, **alignment):
 
 
 def test_a_fit_goes_on_in_smaller_pieces(teacher, tmp_path, monkeypatch):
-    monkeypatch.setattr("convert.dry_run.alignment_cost", lambda plan: None)
+    monkeypatch.setattr("convert.dry_run.alignment_bytes", lambda plan: None)
     whole, device = converted(teacher, tmp_path / "whole")
     used, original = [], fit._fit_one
     monkeypatch.setattr(
@@ -64,7 +64,7 @@ def test_a_fit_goes_on_in_smaller_pieces(teacher, tmp_path, monkeypatch):
 
 
 def test_where_nothing_helps_one_line_says_what_to_lower(teacher, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("convert.dry_run.alignment_cost", lambda plan: None)
+    monkeypatch.setattr("convert.dry_run.alignment_bytes", lambda plan: None)
     out = tmp_path / "out"
     convert(str(teacher), out, align="none", window=16)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -90,7 +90,7 @@ def test_where_nothing_helps_one_line_says_what_to_lower(teacher, tmp_path, caps
 )
 def test_memory_on_paper_is_that_of_the_books(M, H, K, D, L, sequences, tmp_path, monkeypatch):
     """Of one layer's fit, within a tenth."""
-    monkeypatch.setattr("convert.dry_run.alignment_cost", lambda plan: None)
+    monkeypatch.setattr("convert.dry_run.alignment_bytes", lambda plan: None)
     shape = dict(hidden_size=M, num_attention_heads=H, num_key_value_heads=K, head_dim=D, intermediate_size=2 * M)
     config = LlamaConfig(**TINY | shape | {"num_hidden_layers": 2, "max_position_embeddings": 1024})
     LlamaForCausalLM(config).save_pretrained(tmp_path / "teacher")
@@ -126,7 +126,7 @@ def test_large_teachers_fit_on_one_device(shape, most):
 
 def test_what_is_fitted_leaves_the_device(tmp_path, monkeypatch):
     """Or the mixers of a deep teacher would fill it: those of 70B take 48 GB."""
-    monkeypatch.setattr("convert.dry_run.alignment_cost", lambda plan: None)
+    monkeypatch.setattr("convert.dry_run.alignment_bytes", lambda plan: None)
     peaks = []
     for layers in (2, 6):
         config = LlamaConfig(**TINY | {"num_hidden_layers": layers})

@@ -9,7 +9,7 @@ import tarfile
 
 import pytest
 
-from convert.checkpoint.card import KERNELS
+from convert.checkpoint.code import KERNELS
 from convert.io import folder as folder_of_runs
 from convert.tools.update import update
 from modeling_llamba import LlambaConfig, compatibility
