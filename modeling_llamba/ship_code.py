@@ -57,6 +57,17 @@ def code_files(config_class: type, config=None) -> dict[str, str]:
     return files
 
 
+def auto_map_of(config_class: type) -> dict[str, str]:
+    """The classes of a family that transformers' Auto classes load, and their files."""
+    name, family = config_class.model_type, config_class.__name__.removesuffix("Config")
+    return {
+        "AutoConfig": f"configuration_{name}.{family}Config",
+        "AutoModel": f"modeling_{name}.{family}Model",
+        "AutoModelForCausalLM": f"modeling_{name}.{family}ForCausalLM",
+        "AutoModelForSequenceClassification": f"modeling_{name}.{family}ForSequenceClassification",
+    }
+
+
 def code_in(folder: Path, auto_map: dict[str, str]) -> set[str]:
     """Names of the code files in a checkpoint's folder that its configuration refers to, directly or by imports."""
     # a reference may name the repository that the code came from: me/hybrid--modeling_llamba.LlambaForCausalLM

@@ -77,6 +77,14 @@ class BlockShape(NamedTuple):
         """Columns of the window, the open block included."""
         return (self.whole_blocks + 1) * self.block
 
+    def column(self, number: int) -> int:
+        """Column of the token with this number, whose block is open."""
+        return self.places + number - max(number // self.block - self.whole_blocks, 0) * self.block
+
+    def columns(self, number: torch.Tensor) -> torch.Tensor:
+        """Columns (B,) of tokens with these numbers, whose blocks are open."""
+        return self.places + number - (number // self.block - self.whole_blocks).clamp(min=0) * self.block
+
 
 class Held(NamedTuple):
     """State of a layer for each row.

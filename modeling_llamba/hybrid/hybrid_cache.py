@@ -86,8 +86,8 @@ class HybridLayer(CacheLayerMixin):
         held, length = self.held, tokens.index.shape[1]
         E, n, S, C = self.shape.block, self.shape.whole_blocks, self.shape.places, self.shape.window
         if start is None:
-            return 0, S + C, self._hidden(held, self._columns(tokens)[:, None])
-        column = self._column(start)
+            return 0, S + C, hidden_columns(held, S, self._columns(tokens)[:, None])
+        column = self.shape.column(start)
         first, last = S if start < C else 0, column + length
         # no place is looked at before the window is full, and none is empty once S tokens have left
         all_held = start < C or (start // E - n) * E >= S
@@ -95,7 +95,7 @@ class HybridLayer(CacheLayerMixin):
             return first, last, None
         own = torch.arange(column, last, device=held.seen.device)[None]
         if not all_held:
-            return 0, S + C, self._hidden(held, own.expand(len(held.seen), -1))
+            return 0, S + C, hidden_columns(held, S, own.expand(len(held.seen), -1))
         return first, last, torch.arange(first, last, device=held.seen.device) > own[..., None]
 
     def put(self, tokens: NewTokens, start: int | None) -> None:
@@ -111,7 +111,7 @@ class HybridLayer(CacheLayerMixin):
                 self._hold(backend.open_blocks(self.held, shape, self.held.seen, in_all_rows=True))
             held = self.held
             length = tokens.index.shape[1]
-            columns = slice(self._column(start), self._column(start) + length)
+            columns = slice(shape.column(start), shape.column(start) + length)
             held.keys[:, :, columns] = tokens.keys
             held.values[:, :, columns] = tokens.values
             held.salience[:, columns] = tokens.salience
@@ -122,17 +122,10 @@ class HybridLayer(CacheLayerMixin):
             self._hold(backend.open_blocks(self.held, shape, tokens.index[:, 0]))
             self._scatter(tokens)
 
-    def _column(self, start: int) -> int:
-        """Column of the token with this number, whose block is open."""
-        E, n = self.shape.block, self.shape.whole_blocks
-        return self.shape.places + start - max(start // E - n, 0) * E
-
     def _columns(self, tokens: NewTokens) -> torch.Tensor:
         """Columns (B,) of a token of each row, whose block is open; of padding, that of the token before."""
-        E, n, S = self.shape.block, self.shape.whole_blocks, self.shape.places
         index = tokens.index[:, 0]
-        number = torch.where(index >= 0, index, self.held.seen - 1)
-        return (S + number - (number // E - n).clamp(min=0) * E).clamp(min=S)
+        return self.shape.columns(torch.where(index >= 0, index, self.held.seen - 1)).clamp(min=self.shape.places)
 
     def _scatter(self, tokens: NewTokens) -> None:
         """Write a token of each row, wherever each row is."""
@@ -147,11 +140,6 @@ class HybridLayer(CacheLayerMixin):
         written = torch.where(real[:, None], tokens.salience, held.salience.gather(1, where))
         held.salience.scatter_(1, where, written)
         held.seen.add_(real.long())
-
-    def _hidden(self, held: Held, last: torch.Tensor) -> torch.Tensor:
-        """Mask (B, L, S + C): True in places that are empty and in the window after the columns `last` (B, L)."""
-        number, S = torch.arange(held.salience.shape[1], device=last.device), self.shape.places
-        return torch.where(number < S, (held.salience == -torch.inf)[:, None], number > last[..., None])
 
     def _count(self, tokens: NewTokens) -> None:
         if self.most is not None and self.length.device != tokens.index.device:
@@ -275,3 +263,9 @@ class HybridLayer(CacheLayerMixin):
     def tensors(self) -> list[torch.Tensor | None]:
         """Tensors that grow with nothing but the kept heads' keys; counts are left out."""
         return [*(() if self.held is None else self.held[:4]), self.kept.keys, self.kept.values]
+
+
+def hidden_columns(held: Held, places: int, last: torch.Tensor) -> torch.Tensor:
+    """Mask (B, L, S + C): True in places that are empty and in the window after the columns `last` (B, L)."""
+    number = torch.arange(held.salience.shape[1], device=last.device)
+    return torch.where(number < places, (held.salience == -torch.inf)[:, None], number > last[..., None])

@@ -84,6 +84,8 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name in NESTED and isinstance(value, Mapping):
             check_numbers(value)
+        elif name == "rope_parameters" and value is not None:
+            raise ValueError(f"rope_parameters must be a dictionary, not {value!r}.")
         elif name in ("short_factor", "long_factor") and value is not None:
             numbers = value if isinstance(value, (list, tuple)) else [None]
             if not all(isinstance(number, (int, float)) and 0 < number < 1e9 for number in numbers):

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..ship_code import ship_code
+from ..ship_code import auto_map_of, ship_code
 from .config_rules import check_config
 from .config_values import check_numbers
 
@@ -160,8 +160,6 @@ class HybridConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self.backend = kwargs.pop("mixer_backend", self.backend)  # its name up to version 0.2
         check_numbers(vars(self))
-        if not isinstance(self.rope_parameters, (dict, type(None))):
-            raise ValueError(f"rope_parameters must be a dictionary, not {self.rope_parameters!r}.")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -267,13 +265,7 @@ class HybridConfig(PreTrainedConfig):
         Args:
             push_to_hub: upload both; `kwargs` are then those of `push_to_hub`.
         """
-        name, family = self.model_type, type(self).__name__.removesuffix("Config")
-        self.auto_map = {
-            "AutoConfig": f"configuration_{name}.{family}Config",
-            "AutoModel": f"modeling_{name}.{family}Model",
-            "AutoModelForCausalLM": f"modeling_{name}.{family}ForCausalLM",
-            "AutoModelForSequenceClassification": f"modeling_{name}.{family}ForSequenceClassification",
-        }
+        self.auto_map = auto_map_of(type(self))
         os.makedirs(save_directory, exist_ok=True)
         ship_code(self, save_directory)
         super().save_pretrained(save_directory, **kwargs)  # last: config.json makes the folder a checkpoint
@@ -281,9 +273,5 @@ class HybridConfig(PreTrainedConfig):
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     def validate_hybrid(self) -> None:
-        """Refuse contradictory fields.
-
-        Raises:
-            ValueError: naming the field and what it may be.
-        """
+        """Refuse contradictory fields by a ValueError that names the field and what it may be."""
         check_config(self)

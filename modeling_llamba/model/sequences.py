@@ -26,23 +26,28 @@ def packed_sequence_ids(
     Restarting `position_ids` count in a forward without a cache, and between tokens that are not padding.
 
     Raises:
-        ValueError: `cu_seqlens` does not describe this batch, or is given beside `seq_idx`, or a packed batch comes
+        ValueError: `cu_seqlens` does not describe this batch or the sequences of `seq_idx`, or a packed batch comes
             with a cache.
     """
     if cache is not None:
         if seq_idx is not None or cu_seqlens is not None:
             raise ValueError("Packed sequences leave no single state to continue from: pass no cache.")
         return None
-    if seq_idx is not None:
-        if cu_seqlens is not None:
-            raise ValueError("seq_idx and cu_seqlens both say how sequences are packed; pass one of them.")
-        return seq_idx.expand(batch_shape)
+    of_lengths = None
     if cu_seqlens is not None:
         num_tokens = batch_shape[0] * batch_shape[1]
         if batch_shape[0] != 1 or (not torch.compiler.is_compiling() and int(cu_seqlens[-1]) != num_tokens):
             raise ValueError(f"cu_seqlens packs one row of {num_tokens} tokens; got a batch of shape {batch_shape}.")
         positions = torch.arange(batch_shape[1], device=cu_seqlens.device)
-        return torch.bucketize(positions, cu_seqlens[1:], right=True)[None].int()
+        of_lengths = torch.bucketize(positions, cu_seqlens[1:], right=True)[None].int()
+    if seq_idx is not None:
+        seq_idx = seq_idx.expand(batch_shape)
+        if of_lengths is not None and not torch.compiler.is_compiling():  # TRL gives both
+            if not torch.equal(sequence_starts(seq_idx), sequence_starts(of_lengths)):
+                raise ValueError("seq_idx and cu_seqlens pack other sequences; pass one of them.")
+        return seq_idx
+    if of_lengths is not None:
+        return of_lengths
     if position_ids is None or (attention_mask is not None and attention_mask.shape != batch_shape):
         return None
     restarts = torch.diff(position_ids, dim=-1, prepend=position_ids[:, :1] - 1) != 1

@@ -23,7 +23,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens
 from modeling_llamba.hybrid.hybrid_attention import HybridAttention
-from modeling_llamba.hybrid.hybrid_cache import HybridLayer
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer, hidden_columns
 from modeling_llamba.hybrid.inputs import HybridInputs, Projected
 from modeling_llamba.hybrid.prompt import read_prompt
 from modeling_llamba.kernels.backend import backend_for
@@ -96,12 +96,8 @@ class SlotRows(HybridLayer):
 
     def put(self, tokens: NewTokens, start: None) -> torch.Tensor:
         """Write a token, like `HybridLayer.put`; return its column (B,)."""
-        E = self.shape.block
-        S = self.shape.places
         number = tokens.index[:, 0]
-        blocks = (self.slots["salience"].shape[1] - S) // E
-        # blocks move forward as the window fills, so that the token's own is the last
-        column = S + number - (number // E - blocks + 1).clamp(min=0) * E
+        column = self.shape.columns(number)
         row = torch.arange(number.shape[0], device=number.device)
         for name in ("keys", "values"):
             self.slots[name][row, :, column] = getattr(tokens, name)[:, :, 0]
@@ -112,7 +108,7 @@ class SlotRows(HybridLayer):
     def write(self, tokens: NewTokens, start: None) -> tuple[int, int, torch.Tensor]:
         """Write a token, like `HybridLayer.write`."""
         column = self.put(tokens, start)
-        return 0, self.held.salience.shape[1], self._hidden(self.held, column[:, None])
+        return 0, self.held.salience.shape[1], hidden_columns(self.held, self.shape.places, column[:, None])
 
 
 class SlotLayer(nn.Module):

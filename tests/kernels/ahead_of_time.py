@@ -129,6 +129,7 @@ def compiled_kept(capability: int, shape: str) -> dict[str, int]:
 
 def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
     """`compiled` for each kernel of a prompt."""
+    import modeling_llamba.kernels.triton.triton_columns as columns
     import modeling_llamba.kernels.triton.triton_prompt as kernels
 
     K, R, P, planes, dtype = PROMPTS[shape]
@@ -139,7 +140,7 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
     state = {"K": K, "P": P, "N": N, "PLANES": planes, "SLOW_PLANES": slow, "PER_CHUNK": 16}
     state |= {"SLICE": slice_dims, "SLOW": slow_dims}
     constants = {
-        "leave": {"S": 20, "E": 16, "CANDIDATES": 32, "TILE": kernels.TILE},
+        "leave": {"S": 20, "E": 16, "CANDIDATES": 32, "TILE": columns.TILE},
         "place": {"S": 20, "CANDIDATES": 512},
         "hold": {
             "K": K,
@@ -148,9 +149,9 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
             "VALUE_WIDTH": P,
             "KEY_PART": part,
             "VALUE_PART": part,
-            "TILE": kernels.HOLD_COLUMNS,
+            "TILE": columns.HOLD_COLUMNS,
         },
-        "mask": {"TILE": kernels.TILE, "TILES": kernels.MASK_TILES},
+        "mask": {"TILE": columns.TILE, "TILES": columns.MASK_TILES},
         "sum": {"HAS_STATE": True, "ROWS": kernels.SUM_ROWS} | state,
         "mix": {"FEATURES": True, "R": R, "E": 16, "DIMS": kernels.padded(P), "ROWS": 16} | state,
     }
@@ -161,7 +162,7 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
     of_type |= dict.fromkeys(("order", "places"), "*i64")
     found = {}
     for name, sizes in constants.items():
-        function = getattr(kernels, f"{name}_kernel")
+        function = getattr(kernels if name in ("sum", "mix") else columns, f"{name}_kernel")
         types = dict.fromkeys(function.arg_names, "i32") | of_type | dict.fromkeys(sizes, "constexpr")
         found[name] = resources(function, types, sizes, capability, kernels.warps_of(slow_dims))
     return found

@@ -5,6 +5,7 @@ import torch
 
 import modeling_llamba.kernels.flex as flex
 import modeling_llamba.kernels.triton.triton_backend as triton_backend
+import modeling_llamba.kernels.triton.triton_columns as fates
 import modeling_llamba.kernels.triton.triton_prompt as kernels
 from modeling_llamba.hybrid.block_layout import Layout
 from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims
@@ -76,18 +77,18 @@ def test_the_fate_of_columns(sizes, start):
     holders, until = layout.select(salience)
     blocks = layout.sizes
     salience = blocks.salience(None if held is None else held.salience, new)
-    lost = kernels.lose_columns(salience, blocks)
+    lost = fates.lose_columns(salience, blocks)
     real = slice(0, blocks.first_column + blocks.offset + blocks.new_tokens)
     assert torch.equal(lost.until[:, real].long(), until[:, real])
     open_last = blocks.last - blocks.first
-    assert torch.equal(kernels.last_places(salience, lost, blocks), holders[:, open_last])
+    assert torch.equal(fates.last_places(salience, lost, blocks), holders[:, open_last])
     until, bounds = lost.until[0], lost.bounds[0].tolist()
     for number, begin, end in zip(range(blocks.first, blocks.blocks), bounds[:-1], bounds[1:], strict=True):
         columns = (until == number).nonzero()[:, 0].tolist() if number else []
         assert sorted(lost.order[0, begin:end].tolist()) == columns
         assert len(columns) <= block
     slots = kernels.in_tiles(torch.zeros(2, 1, length, 16, device=DEVICE), blocks).shape[2]
-    tiles = kernels.visible_tiles(lost.until, slots, blocks)
+    tiles = fates.visible_tiles(lost.until, slots, blocks)
     of_slots = kernels.numbered_slots(slots, blocks.first, block, blocks.first_column, lost.until.device)
     plain = flex.visible_blocks(*of_slots, lost.until, None)
     assert torch.equal(tiles[0], plain.kv_num_blocks)

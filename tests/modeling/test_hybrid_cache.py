@@ -401,7 +401,7 @@ def test_caches_of_other_models_are_refused():
         model(random_ids(1, 4), cache=new_cache(tiny_config(pattern="beside")))
     other = make_hybrid(pattern="attention")
     begun = other(random_ids(1, 4), use_cache=True).cache
-    with pytest.raises(ValueError, match="keys of another model"):
+    with pytest.raises(ValueError, match="another model's cache"):
         model(random_ids(1, 1), cache=begun)
     ids = random_ids(1, 9)
     for fresh in (DynamicCache(config=model.config), new_cache(model.config)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modeling_llamba.hybrid.eviction import Held, NewTokens
-from modeling_llamba.hybrid.hybrid_cache import HybridLayer
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer, hidden_columns
 from modeling_llamba.hybrid.inputs import HybridInputs, Projected
 from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.kernels.backend import BACKEND_VARIABLE
@@ -68,7 +68,7 @@ class WrittenLayer(HybridLayer):
         self.held, self.column = held, column
 
     def write(self, tokens, start):
-        return 0, self.held.salience.shape[1], self._hidden(self.held, self.column[:, None])
+        return 0, self.held.salience.shape[1], hidden_columns(self.held, self.shape.places, self.column[:, None])
 
 
 @pytest.mark.parametrize("case", SLOTS)

@@ -13,7 +13,7 @@ from ...hybrid.rounding import WHOLE, Rounding
 from ...hybrid.step import is_early
 from ..flex import FlexBackend, attend_by_flex
 from ..torch_backend import Mixed
-from . import scans, triton_prompt, triton_rounding, triton_rows, triton_step
+from . import scans, triton_columns, triton_prompt, triton_rounding, triton_rows, triton_step
 
 SEGMENT = 32768
 """Tokens of a prompt whose states lie in memory at once: kernels hold one for each 256 tokens alone."""
@@ -131,11 +131,11 @@ def _mix_blocks(heads, projected: Projected, inputs: HybridInputs, held: Held | 
         state = held.state
     keys, values = blocks.in_columns(past_keys, projected.key), blocks.in_columns(past_values, projected.value)
     salience = blocks.salience(past_salience, projected.salience)
-    lost = triton_prompt.lose_columns(salience, blocks)
+    lost = triton_columns.lose_columns(salience, blocks)
     query = triton_prompt.in_tiles(projected.query, blocks)
     slots = query.shape[2]
     numbers = triton_prompt.numbered_slots(slots, blocks.first, shape.block, blocks.first_column, query.device)
-    tiles = triton_prompt.visible_tiles(lost.until, slots, blocks)
+    tiles = triton_columns.visible_tiles(lost.until, slots, blocks)
     near = attend_by_flex(query, keys, values, *numbers, lost.until, None, heads.scaling, heads.softcap, tiles)
     output = projected.value.new_empty(batch, length, count, P)
     if begin is not None:
@@ -145,5 +145,5 @@ def _mix_blocks(heads, projected: Projected, inputs: HybridInputs, held: Held | 
     )
     if tokens is None:
         return output, features, None
-    places = triton_prompt.last_places(salience, lost, blocks)
-    return output, features, triton_prompt.hold(held, tokens, salience, places, state, blocks)
+    places = triton_columns.last_places(salience, lost, blocks)
+    return output, features, triton_columns.hold(held, tokens, salience, places, state, blocks)
