@@ -138,7 +138,7 @@ class HybridAttention(TeacherAttention):
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         if self.salience is None:
             salience = torch.full(inputs.index.shape, -torch.inf, dtype=wide, device=hidden_states.device)
-        else:
+        else:  # a choice of tokens, through which no gradient passes
             salience = (hidden_states.detach().to(wide) * self.salience.detach().to(wide)).sum(-1)
         if inputs.start is not None and inputs.start >= self.shape.sinks:
             return salience
@@ -176,6 +176,7 @@ class HybridAttention(TeacherAttention):
         """
         backend = backend_for(projected.query, self.config.backend)
         heads = self.heads()
+        # a step writes into the cache in place, through which no gradient would pass
         if layer is not None and not torch.is_grad_enabled() and self._is_step(projected.query.shape[2], inputs):
             return backend.step(heads, projected, inputs, layer)
         return read_prompt(backend, heads, projected, inputs, layer)
@@ -253,7 +254,7 @@ class HybridAttention(TeacherAttention):
         self, output: torch.Tensor, of_kept: torch.Tensor | None, features: torch.Tensor | None
     ) -> torch.Tensor:
         """(B, L, D) of the heads' outputs (B, L, H', P) and the features (B, L, 3 H' P), or the last of them."""
-        if of_kept is not None:
+        if of_kept is not None:  # o_proj takes the heads in the teacher's order
             both = torch.cat([output, of_kept.to(output.dtype)], dim=2).unflatten(2, (-1, self.shared))
             order = [*self.windowed, *self.kept]
             output = torch.cat([both[:, :, place : place + 1] for place in map(order.index, sorted(order))], dim=2)

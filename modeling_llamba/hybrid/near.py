@@ -81,6 +81,7 @@ def attend_held_sinks(heads: WindowedHeads, query, sink_query, keys, values, hel
         far = attend_of(heads, sink_query, keys[:, :, :sinks], values[:, :, :sinks], None)
         return merged(near, far)
     is_sink = (held.salience[:, :sinks] == torch.inf)[:, None, None]
+    # the least number and not -inf: a query to which all columns are hidden would get no numbers
     others = bias.expand(len(keys), -1, -1, -1).clone()
     others[..., :sinks] = others[..., :sinks].masked_fill(is_sink, torch.finfo(query.dtype).min)
     near = attend_of(heads, query, keys, values, others)

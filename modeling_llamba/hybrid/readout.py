@@ -73,6 +73,7 @@ def readout(heads: WindowedHeads, state: State) -> Readout:
     middle = (1,) * (state.log_count.ndim > 2)  # blocks of a group, between the heads and what is of each head
     c0, c1 = (t.view(K, *middle, R, 1) for t in (c0, c1))
     constant = c0 + c1 * state.log_count[..., None, None]
+    # a gate of exactly 0: the layer is its teacher's attention until a token has left
     constant = constant.masked_fill(state.empty[..., None, None], -torch.inf)
     linear = state.key_mean[..., None, None, :] * (alpha * heads.scaling).view(K, *middle, R, 1, -1)
     covariance = slow.put(state.covariance * heads.scaling).mT
