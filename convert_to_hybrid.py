@@ -6,7 +6,7 @@ from pathlib import Path
 
 SIGNS = {
     "convert": "pipeline.py",
-    "modeling_llamba": "hybrid_model.py",
+    "modeling_llamba": "ship_code.py",
     "modeling_phimamba": "modeling_phimamba.py",
     "recipes": "compare.py",
 }

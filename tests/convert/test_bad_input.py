@@ -677,6 +677,14 @@ def test_yaml_that_would_explode(text, teacher, tmp_path):
     assert "unexpected" not in done.stderr
 
 
+def test_the_installed_command_starts():
+    """It knows this project's packages by a file in each, which may move."""
+    code = "import sys, convert_to_hybrid; sys.argv = ['convert-to-hybrid', '--help']; convert_to_hybrid.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: convert-to-hybrid" in done.stdout
+
+
 def test_windows_is_refused_in_a_line():
     code = "import sys; sys.platform = 'win32'; import convert_to_hybrid; convert_to_hybrid.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
