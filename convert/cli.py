@@ -53,7 +53,7 @@ Switches = Mapping[str, bool]
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 DRY_RUN = {
-    "--dry-run": "Print the plan and write nothing; next to no weights are read. Safetensors stay on the Hub, but "
+    "--dry-run": "Print the plan and write nothing; almost no weights are read. Safetensors are not downloaded, but "
     ".bin and GGUF files are downloaded."
 }
 DRY_TRANSFER = {"--dry-run": "Print the plan; write nothing. A Hub repository is downloaded."}

@@ -85,7 +85,7 @@ class PlacementOptions:
     """Budget for the key/value cache of one sequence of --context tokens: a share of the teacher's cache in bfloat16
     (0.25), or bytes (50MB). It sets which layers and heads keep full attention, and how wide the windows of the others
     are. With --mixer mamba1 or mamba2 it sets only how many layers keep attention. It cannot be combined with a share
-    in --attention-layers. Default: 0.08 of the layers with full attention, unless --attention-layers, --window,
+    in --attention-layers. Default: 0.08, counting only layers with full attention, unless --attention-layers, --window,
     --attention-heads or --mixer is given, or --align is not closed-form."""
     context: Width = 4096
     """Sequence length, in tokens, that --cache is counted at."""
@@ -108,8 +108,8 @@ class PlacementOptions:
     the teacher's weights."""
     bits: CacheBit | None = None
     """Bits per number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. Default: if --cache sets
-    the windows, 8 in windows, and 6 for keys and 4 for values of heads with full attention (4 or 8 for both if the
-    layers' errors are smaller then); otherwise 16."""
+    the windows, 8 in windows, and 6 for keys and 4 for values of heads with full attention (or 4 or 8 for both,
+    where that fits the teacher better); otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention in layers whose other heads have a window: query heads as layer:head (16:3,18:0),
     a JSON file of them, or a number of key/value heads (8, or a share such as 0.02), of which the best at recalling
@@ -128,8 +128,8 @@ class MixerOptions:
     """The mixer that takes the place of attention."""
 
     kind: Literal["discrete_mamba2", "mamba2", "mamba1", "none"] = "discrete_mamba2"
-    """Mixer, a Mamba layer that keeps a state of constant size and no tokens, for replaced layers without a window; by
-    default every replaced layer has a window. With `none`, layers with a window have no state for tokens that have
+    """Mamba layer, with a state of constant size and no tokens, that replaces layers without a window. By default all
+    replaced layers have a window, so none is used. With `none`, layers with a window have no state for tokens that have
     left it; this needs --window or --cache."""
     export_ready: bool = False
     """Replace attention by a Mamba mixer that `convert-to-hybrid export` can write as one of transformers' own
@@ -285,7 +285,7 @@ class AlignmentOptions:
     held_out_sequences: PositiveInt = 4
     """Number of held-out sequences, on which the fits are evaluated."""
     device: str = "cpu"
-    """Device on which alignment runs: cpu, cuda."""
+    """Device for the fit: cpu, cuda."""
     activation_memory: int | str = "4GB"
     """Memory for activations; those that exceed it go to disk."""
     work_dir: str | None = None
@@ -311,7 +311,8 @@ class OutputOptions:
     max_shard_size: int | str = "5GB"
     """Size of the largest weights file."""
     overwrite: bool = False
-    """Replace the output folder once the new one is complete. A folder with files of others is never replaced."""
+    """Replace the output folder once the new one is complete. A folder that also holds
+    files which this project did not write is never replaced."""
 
     def __post_init__(self):
         parse_size(self.max_shard_size)
@@ -338,8 +339,8 @@ class ConversionOptions:
 
     Most heads of the hybrid attend exactly to a window of the latest tokens and to a salient cache: the first tokens
     and a few older ones that receive much attention. A state of constant size sums up all other tokens. A few heads
-    keep full attention. The new weights are fitted to the teacher by least squares, without training. On request,
-    layers get a Mamba mixer instead, which has only a state.
+    keep full attention. The new weights are fitted to the teacher by least squares, without training. With
+    --mixer, layers become Mamba layers instead, which have only a state.
     """
 
     model: str | None = None
@@ -891,7 +892,7 @@ class Documented(NamedTuple):
 def _notes(option: Documented) -> str:
     """The kinds and the default of an option, in brackets behind its help."""
     notes = []
-    if " or " in option.kind and not isinstance(option.default, bool):
+    if " or " in option.kind and "a text" not in option.kind and not isinstance(option.default, bool):
         notes.append(option.kind)
     default = option.default
     if isinstance(default, tuple):
