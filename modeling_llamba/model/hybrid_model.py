@@ -315,6 +315,10 @@ class HybridModel(HybridPreTrainedModel):
     def _masks(self, inputs_embeds, attention_mask, mask_2d, cache, position_ids, seq_idx):
         """One mask per layer type that occurs."""
         if isinstance(attention_mask, dict):
+            if missing := set(self.config.layer_types) - attention_mask.keys():
+                raise ValueError(
+                    f"attention_mask has no mask for {' and '.join(sorted(missing))}; pass a mask (B, L) of padding."
+                )
             return attention_mask
         replaced = {"linear_attention", "hybrid", RECURRENT} & set(self.config.layer_types)
         if attention_mask is not None and mask_2d is None and replaced:

@@ -89,6 +89,8 @@ def test_a_mask_of_four_dimensions_is_followed_or_refused(pattern):
         return
     with pytest.raises(ValueError, match="mask of 4 dimensions"):
         model(ids, attention_mask=mask[None, None])
+    with pytest.raises(ValueError, match="has no mask for"):
+        model(ids, attention_mask={"full_attention": mask[None, None]})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
