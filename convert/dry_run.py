@@ -13,7 +13,7 @@ from .layout.placement import Decision
 from .options import ConversionOptions
 from .plan import Plan, make_plan
 from .resolve import Resolved, resolve
-from .scores.budget import Budget, lengthen_sequences
+from .scores.budget import Budget, follow_windows
 from .scores.decide import decide_placement
 from .teachers.teacher import find_teacher
 from .teachers.weights import TeacherWeights
@@ -49,9 +49,9 @@ def resolve_all(options: ConversionOptions, weights: TeacherWeights) -> Resolved
     """Return every decision that options and teacher allow: also the one that takes the sizes of a placement.
 
     Raises:
-        ValueError: as `resolve` and `lengthen_sequences`.
+        ValueError: as `resolve` and `follow_windows`.
     """
-    return lengthen_sequences(weights, resolve(options, weights))
+    return follow_windows(weights, resolve(options, weights))
 
 
 def first_plan(budget: Budget) -> tuple[Plan, Decision]:

@@ -101,7 +101,7 @@ class PlacementOptions:
     """Number of first tokens that a layer with a window always attends to."""
     salient: NonNegativeInt | None = None
     """Number of older tokens, those that receive most attention, that a layer with a window still attends to. Default:
-    16 if a state is fitted, otherwise none."""
+    16 if a state is fitted, or a quarter of the window and them where --cache sets it; otherwise none."""
     rank: NonNegativeInt | None = None
     """Mean rank of the output map, the low-rank matrix that layers with a window and a state add to the teacher's
     output projection; layers with larger maps count more. Default: 32, or less so that all maps add at most 1.5 % to

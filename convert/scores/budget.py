@@ -15,10 +15,10 @@ from functools import cached_property
 from ..io.writer import human_bytes
 from ..layout.cache import CACHE_DTYPE, cache_bytes, pair_bytes, teacher_bytes, windowed_heads
 from ..layout.config import hybrid_config
-from ..layout.placement import Attention, Layer, Mixer, Placement, everywhere
+from ..layout.placement import Attention, Hybrid, Layer, Mixer, Placement, everywhere
 from ..layout.presets import query_heads
 from ..options import evicted_tokens
-from ..resolve import Resolved
+from ..resolve import BLOCK, Resolved
 from ..teachers.weights import TeacherWeights
 
 KVHead = tuple[int, int]
@@ -28,10 +28,44 @@ HEADS_SHARE = 0.7
 WIDE = 1 / 3
 """Share of a calibration sequence from which on windows are wide, so that sequences are lengthened: at windows of 288
 tokens longer sequences gained nothing, at 368 most (docs/results/calibration.md)."""
+SALIENT_SHARE = 1 / 4
+"""Share of salient tokens among those that a window and they hold. With 64 instead of 16, and windows as much narrower,
+the error after the fit of Qwen2.5-Coder-0.5B's layers at 8 % fell from 0.57 to 0.43 in sum."""
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 """Number whose multiples fall evenly between whole numbers, however many there are."""
 LONG_SEQUENCE = 2048
 """Tokens of a lengthened calibration sequence, twice the default: longer ones would leave too few to fit on."""
+
+
+def follow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolved:
+    """Return the decisions with those that follow from how wide the windows are that the budget allows.
+
+    Raises:
+        ValueError: no placement fits into the budget.
+    """
+    if resolved.choice != "budget" or resolved.window is not None:
+        return resolved
+    return lengthen_sequences(weights, keep_more_salient(weights, resolved))
+
+
+def keep_more_salient(weights: TeacherWeights, resolved: Resolved) -> Resolved:
+    """Return the decisions with a share of the windows' tokens for salient ones, unless the user gives their number."""
+    if "salient" not in resolved.reasons or not resolved.salient:
+        return resolved
+    hybrid = _any_heads(Budget(weights, resolved))
+    if hybrid is None:
+        return resolved
+    salient = int((hybrid.window + hybrid.salient) * SALIENT_SHARE) // BLOCK * BLOCK
+    if salient <= resolved.salient:
+        return resolved
+    reason = "a quarter of what the window and they hold together"
+    return dataclasses.replace(resolved, salient=salient, reasons=resolved.reasons | {"salient": reason})
+
+
+def _any_heads(budget: "Budget") -> Hybrid | None:
+    """A hybrid layer within the budget, whichever heads are kept: its window depends on how many, hardly on which."""
+    free = [pair for pair in budget.every_head if pair not in budget.given_heads]
+    return budget.placements(free)[0].hybrid
 
 
 def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
@@ -39,19 +73,14 @@ def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
 
     A state is fitted on the tokens that have left a window, and a window covers half of a sequence at most. Sequences
     keep the length that the user gave, and are no longer than the context or the teacher's own limit.
-
-    Raises:
-        ValueError: no placement fits into the budget.
     """
-    if resolved.choice != "budget" or resolved.window is not None or "sequence_length" not in resolved.reasons:
+    if "sequence_length" not in resolved.reasons:
         return resolved
     alignment = resolved.alignment
     # as many sequences are fitted on as are held out, or more
     enough = alignment.tokens // (2 * alignment.held_out_sequences)
     longest = min(resolved.context, weights.config.max_position_embeddings, enough)
-    budget = Budget(weights, resolved)
-    # in any order: how wide a window may be depends on how many heads are kept, and hardly on which
-    hybrid = budget.placements([pair for pair in budget.every_head if pair not in budget.given_heads])[0].hybrid
+    hybrid = _any_heads(Budget(weights, resolved))
     if hybrid is None or hybrid.window <= WIDE * resolved.sequence_length or longest < LONG_SEQUENCE:
         return resolved
     alignment = dataclasses.replace(alignment, sequence_length=LONG_SEQUENCE)

@@ -32,8 +32,8 @@ KEPT = (
 )  # fmt: skip
 """Layers and key/value heads that the default keeps for SmolLM2."""
 DEFAULT = {
-    "attention_layers": "none", "attention_heads": query_heads(list(KEPT), 3), "window": 240,
-    "placement": {"salient": 16, "rank": 31},
+    "attention_layers": "none", "attention_heads": query_heads(list(KEPT), 3), "window": 192,
+    "placement": {"salient": 48, "rank": 31},
 }  # fmt: skip
 PROMPTS = {128: 1.15, 512: 1.15, 2048: 1.0, 4096: 0.75, 8192: 0.5}
 """Tokens, and the ratio that is good enough."""

@@ -23,7 +23,7 @@ from convert.pipeline import run
 from convert.plan import describe, make_plan
 from convert.resolve import resolve
 from convert.scores import decide, layer_costs
-from convert.scores.budget import LONG_SEQUENCE, WIDE, Budget, lengthen_sequences
+from convert.scores.budget import LONG_SEQUENCE, WIDE, Budget, follow_windows
 from convert.scores.decide import decide_placement
 from convert.scores.layer_costs import LOOKING_UP, POWER, spread_windows
 from convert.teachers.teacher import find_teacher, teacher_layer_types
@@ -396,7 +396,7 @@ def test_what_fits_in_fewer_bits_alone_is_not_refused(saved_teacher):
     """Heads that are named, and heads that are chosen."""
     named = "0:0,0:2,1:0,1:2,2:0"
     spent = budget(saved_teacher("qwen3"), attention_heads=named, cache=0.24)
-    assert lengthen_sequences(spent.weights, spent.resolved).bits == spent.resolved.bits
+    assert follow_windows(spent.weights, spent.resolved).bits == spent.resolved.bits
     assert decide_placement(spent).placement.bits.full == (4, 4)
     with pytest.raises(ValueError, match="too little"):
         decide_placement(budget(saved_teacher("qwen3"), attention_heads=named, cache=0.22))
@@ -476,7 +476,7 @@ def test_sequences_are_lengthened_for_wide_windows(saved_teacher):
         options = options_of(saved_teacher("llama-gqa"), **{"context": 4096, "attention_heads": 0} | said)
         weights = TeacherWeights.of(find_teacher(options.model))
         weights.config.max_position_embeddings = limit
-        resolved = lengthen_sequences(weights, resolve(options, weights))
+        resolved = follow_windows(weights, resolve(options, weights))
         return resolved.sequence_length, Budget(weights, resolved).placement([]).hybrid.window
 
     length, window = lengthened(cache=0.15)
@@ -493,6 +493,28 @@ def test_sequences_are_lengthened_for_wide_windows(saved_teacher):
         {"tokens": 8192},
     ):
         assert lengthened(cache=0.15, **reason_to_stay)[0] == 1024
+
+
+def test_wide_windows_give_places_to_salient_tokens(saved_teacher):
+    """A quarter of what the budget has for both, unless their number is said; none where no state is fitted."""
+
+    def followed(**said):
+        options = options_of(saved_teacher("llama-gqa"), **{"context": 4096, "attention_heads": 0} | said)
+        weights = TeacherWeights.of(find_teacher(options.model))
+        before = resolve(options, weights)
+        after = follow_windows(weights, before)
+        hybrids = [Budget(weights, resolved).placement([]).hybrid for resolved in (before, after)]
+        assert after.decided().get("salient", {}).get("value", hybrids[1].salient) == hybrids[1].salient
+        return *(hybrid.salient for hybrid in hybrids), *(hybrid.window + hybrid.salient for hybrid in hybrids)
+
+    before, salient, columns, after = followed(cache=0.08)
+    assert before == 16
+    assert 32 <= salient <= columns / 4 < salient + 16
+    assert abs(after - columns) < 16
+    assert followed(cache=0.08, salient=20)[:2] == (20, 20)
+    assert followed(cache=0.08, window=128)[:2] == (16, 16)
+    assert followed(cache=0.08, mixer="none")[:2] == (0, 0)
+    assert followed(cache=0.03)[1] in (16, 32)
 
 
 def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_path):

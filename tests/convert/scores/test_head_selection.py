@@ -126,7 +126,7 @@ def test_a_head_gains_what_its_layer_loses_without_it(saved_teacher, tmp_path):
         teacher.model.layers[1].self_attn.o_proj.weight[:, 16:] = 0  # heads 2 and 3, which share a key/value head
     teacher.save_pretrained(tmp_path / "teacher")
     options = make_options(
-        str(tmp_path / "teacher"), "out", cache=0.4, context=64, text="sampled", tokens=640,
+        str(tmp_path / "teacher"), "out", cache=0.6, context=64, text="sampled", tokens=640,
         alignment={"sequence_length": 64}, attention_layers="0",
     )  # fmt: skip
     weights, _ = open_teacher(options)
