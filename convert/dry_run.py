@@ -46,7 +46,7 @@ def open_teacher(options: ConversionOptions, with_weights: bool = True) -> tuple
 
 
 def resolve_all(options: ConversionOptions, weights: TeacherWeights) -> Resolved:
-    """Return every decision that options and teacher allow: also the one that takes the sizes of a placement.
+    """Return every decision that options and teacher allow: also those that take the sizes of a placement.
 
     Raises:
         ValueError: as `resolve` and `follow_windows`.

@@ -85,8 +85,8 @@ class PlacementOptions:
     """Budget for the key/value cache of one sequence of --context tokens: a share of the teacher's cache in bfloat16
     (0.25), or bytes (50MB). It sets which layers and heads keep full attention, and how wide the windows of the others
     are. With --mixer mamba1 or mamba2 it sets only how many layers keep attention. It cannot be combined with a share
-    in --attention-layers. Default: 0.08, counting only layers with full attention, unless --attention-layers, --window,
-    --attention-heads or --mixer is given, or --align is not closed-form."""
+    in --attention-layers. Default: 0.08, counting only layers with full attention, unless --attention-layers,
+    --window, --attention-heads or --mixer is given, or --align is not closed-form."""
     context: Width = 4096
     """Sequence length, in tokens, that --cache is counted at."""
     window: Window | None = None
@@ -101,7 +101,7 @@ class PlacementOptions:
     """Number of first tokens that a layer with a window always attends to."""
     salient: NonNegativeInt | None = None
     """Number of older tokens, those that receive most attention, that a layer with a window still attends to. Default:
-    16 if a state is fitted, or a quarter of the window and them where --cache sets it; otherwise none."""
+    16 if a state is fitted; if --cache sets the windows, a quarter of the tokens for both; otherwise none."""
     rank: NonNegativeInt | None = None
     """Mean rank of the output map, the low-rank matrix that layers with a window and a state add to the teacher's
     output projection; layers with larger maps count more. Default: 32, or less so that all maps add at most 1.5 % to
@@ -129,8 +129,8 @@ class MixerOptions:
 
     kind: Literal["discrete_mamba2", "mamba2", "mamba1", "none"] = "discrete_mamba2"
     """Mamba layer, with a state of constant size and no tokens, that replaces layers without a window. By default all
-    replaced layers have a window, so none is used. With `none`, layers with a window have no state for tokens that have
-    left it; this needs --window or --cache."""
+    replaced layers have a window, so none is used. With `none`, layers with a window have no state for tokens that
+    have left it; this needs --window or --cache."""
     export_ready: bool = False
     """Replace attention by a Mamba mixer that `convert-to-hybrid export` can write as one of transformers' own
     architectures: mamba2 with a norm per head, SiLU and no rotary embedding."""
@@ -311,8 +311,8 @@ class OutputOptions:
     max_shard_size: int | str = "5GB"
     """Size of the largest weights file."""
     overwrite: bool = False
-    """Replace the output folder once the new one is complete. A folder that also holds
-    files which this project did not write is never replaced."""
+    """Replace the output folder once the new one is complete. A folder that also holds files which this project did
+    not write is never replaced."""
 
     def __post_init__(self):
         parse_size(self.max_shard_size)
@@ -340,7 +340,7 @@ class ConversionOptions:
     Most heads of the hybrid attend exactly to a window of the latest tokens and to a salient cache: the first tokens
     and a few older ones that receive much attention. A state of constant size sums up all other tokens. A few heads
     keep full attention. The new weights are fitted to the teacher by least squares, without training. With
-    --mixer, layers become Mamba layers instead, which have only a state.
+    --mixer mamba2, layers become Mamba layers instead, which have only a state.
     """
 
     model: str | None = None

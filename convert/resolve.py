@@ -2,7 +2,7 @@
 
 Most options are None unless the user gives them. Their values follow from other options and from the teacher; they
 are decided here, with the reason, and no later step reads the options again. Three values wait for the sizes of a
-placement: the number of salient tokens and the length of calibration rows, which `follow_windows` decides
+placement: the length of calibration rows and the number of salient tokens, which `follow_windows` decides
 (scores/budget.py), and which of several bits full attention has (scores/decide.py).
 """
 

@@ -100,6 +100,7 @@ def main(output: Path) -> dict:
         "Every layer was fitted to the attention it replaces; nothing was trained end to end. Beside other caches: "
         f"`convert-to-hybrid compare {gguf} {output}`.",
         style="yellow",
+        soft_wrap=True,  # so that the command can be copied
     )
     console.print(won_and_lost(report), style="bold", highlight=False)
     (output.parent / f"{output.name}.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -501,20 +501,22 @@ def test_wide_windows_give_places_to_salient_tokens(saved_teacher):
     def followed(**said):
         options = options_of(saved_teacher("llama-gqa"), **{"context": 4096, "attention_heads": 0} | said)
         weights = TeacherWeights.of(find_teacher(options.model))
-        before = resolve(options, weights)
-        after = follow_windows(weights, before)
-        hybrids = [Budget(weights, resolved).placement([]).hybrid for resolved in (before, after)]
-        assert after.decided().get("salient", {}).get("value", hybrids[1].salient) == hybrids[1].salient
-        return *(hybrid.salient for hybrid in hybrids), *(hybrid.window + hybrid.salient for hybrid in hybrids)
+        weights.config.max_position_embeddings = 8192
+        return Budget(weights, follow_windows(weights, resolve(options, weights)))
 
-    before, salient, columns, after = followed(cache=0.08)
-    assert before == 16
-    assert 32 <= salient <= columns / 4 < salient + 16
-    assert abs(after - columns) < 16
-    assert followed(cache=0.08, salient=20)[:2] == (20, 20)
-    assert followed(cache=0.08, window=128)[:2] == (16, 16)
-    assert followed(cache=0.08, mixer="none")[:2] == (0, 0)
-    assert followed(cache=0.03)[1] in (16, 32)
+    for share in (0.08, 0.15):  # at the second the windows are wide, and sequences are lengthened
+        spent = followed(cache=share)
+        before = followed(cache=share, salient=16).placement([]).hybrid
+        hybrid = spent.placement([]).hybrid
+        tokens = before.window + before.salient
+        assert 32 <= hybrid.salient <= tokens / 4 < hybrid.salient + hybrid.block
+        assert abs(hybrid.window + hybrid.salient - tokens) < hybrid.block
+        assert spent.resolved.decided()["salient"]["value"] == hybrid.salient
+    assert spent.resolved.sequence_length == LONG_SEQUENCE
+    assert followed(cache=0.08, salient=20).resolved.salient == 20
+    assert followed(cache=0.08, window=128).resolved.salient == 16
+    assert followed(cache=0.08, mixer="none").resolved.salient == 0
+    assert followed(cache=0.015).resolved.salient == 16
 
 
 def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_path):
