@@ -27,7 +27,6 @@ from rich.progress import (
     Task,
     TaskProgressColumn,
     TextColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
@@ -322,7 +321,7 @@ class Pace(ProgressColumn):
 @contextlib.contextmanager
 def progress_bars(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """Yield a function of a step's name, the amount done and the total; it draws one progress bar per step."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), Pace())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), Pace())
     if not quiet and not console.is_terminal:
         with _progress_lines() as report:
             yield report
@@ -348,10 +347,7 @@ def _progress_lines() -> Iterator[Callable[[str, int, int], None]]:
         took = time.monotonic() - since
         if not done:
             return f"{what}: {took:,.0f} s so far"
-        text = f"{what}: {done:,} of {total:,} after {took:,.1f} s, {pace(done, took)}"
-        if done < total:
-            text += f", about {took * (total - done) / done:,.0f} s left"
-        return text
+        return f"{what}: {done:,} of {total:,} after {took:,.1f} s, {pace(done, took)}"
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal now

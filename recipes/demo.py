@@ -102,22 +102,22 @@ def main(output: Path) -> dict:
         style="yellow",
         soft_wrap=True,  # so that the command can be copied
     )
-    console.print(won_and_lost(report), style="bold", highlight=False)
+    console.print(saved_and_paid(report), style="bold", highlight=False)
     (output.parent / f"{output.name}.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
 
 
-def won_and_lost(report: dict) -> str:
-    """Say in one sentence what a hybrid takes less of, and what it costs."""
+def saved_and_paid(report: dict) -> str:
+    """Say what a hybrid takes less of, and what it costs."""
     cache, parameters, recall = report["cache_bytes"]["4k"], report["parameters"], report["recall"]
     rates, even = report["decode_tokens_per_second"], report["break_even"]["16 bits"]
-    won = f"Won: {1 - cache['hybrid'] / cache['teacher']:.0%} of the cache at 4k tokens, and "
-    won += "no memory in all" if even is None else f"memory in all from {even:,} tokens on"
-    faster = rates["hybrid"] / rates["teacher"]
+    saved = "never less memory" if even is None else f"less memory from {even:,} tokens on"
     return (
-        f"{won}; lost: {report['kl_nats_per_token']:.3f} nats of KL per token, {recall['teacher']:.0%} to "
-        f"{recall['hybrid']:.0%} of recall, {parameters['hybrid'] / parameters['teacher'] - 1:.1%} more weights; "
-        f"decoding after {LONG:,} tokens is {faster:.1f} times as fast."
+        f"At 4k tokens the hybrid's cache has {cache['hybrid'] / cache['teacher']:.0%} of the teacher's bytes; "
+        f"weights and cache together take {saved}. After {LONG:,} tokens it decodes "
+        f"{rates['hybrid'] / rates['teacher']:.1f} times as fast. It costs {report['kl_nats_per_token']:.3f} nats of "
+        f"KL per token on a text of {report['held_out_tokens']:,} tokens, {recall['teacher']:.0%} to "
+        f"{recall['hybrid']:.0%} of recall, and {parameters['hybrid'] / parameters['teacher'] - 1:.1%} more weights."
     )
 
 
