@@ -71,15 +71,11 @@ class Mamba1(nn.Module):
         """x, dt (B, L, I), B, C (B, L, I / N, N) and the gate (B, L, I)."""
         z, x, B, C, dt = self.in_proj(hidden_states).split(self.sizes, dim=-1)
         x = repeat_groups(x.unflatten(-1, (self.num_groups, self.head_dim)), self.num_heads).flatten(2)
-        if padding_mask is not None:
-            padding_mask = padding_mask[..., None].to(x.dtype)
-            x = x * padding_mask
-        x = convolve_with_cache(self.conv1d, x, seq_idx, cache, self.layer_idx)
+        x = convolve_with_cache(self.conv1d, x, padding_mask, seq_idx, cache, self.layer_idx)
         dt = self.dt_proj(dt)
         dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32)))
         if padding_mask is not None:  # a step of size zero neither decays the state nor adds to it
-            x = x * padding_mask
-            dt = dt * padding_mask.to(dt.dtype)
+            dt = dt * padding_mask[..., None].to(dt.dtype)
         B = B.unflatten(-1, (self.num_groups, self.head_dim))
         C = C.unflatten(-1, (self.num_heads, self.head_dim))
         if self.B_norm is not None:

@@ -195,12 +195,8 @@ class SSDMixer(nn.Module):
         return matrix, repeat_groups(streams.x, self.num_heads).transpose(1, 2)
 
     def _convolve(self, xBC, padding_mask, seq_idx, cache):
-        """The short convolution over [x, B, C] with its cached inputs; padding stays zero before and after."""
-        if padding_mask is not None:
-            xBC = xBC * padding_mask[..., None].to(xBC.dtype)
-        xBC = convolve_with_cache(self.conv1d, xBC, seq_idx, cache, self.layer_idx)
-        if padding_mask is not None:
-            xBC = xBC * padding_mask[..., None].to(xBC.dtype)
+        """The short convolution over [x, B, C] with its cached inputs; x is zero at padding, B and C are whatever."""
+        xBC = convolve_with_cache(self.conv1d, xBC, padding_mask, seq_idx, cache, self.layer_idx)
         x, BC = xBC.split([self.x_size, self.B_size + self.C_size], dim=-1)
         return x.unflatten(-1, (self.num_groups, self.head_dim)), BC.unflatten(-1, (-1, self.d_state))
 
@@ -217,9 +213,48 @@ class SSDMixer(nn.Module):
 
 
 def convolve_with_cache(
+    conv: ShortConv,
+    x: torch.Tensor,
+    padding_mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    cache: Cache | None,
+    layer_idx: int,
+) -> torch.Tensor:
+    """Convolve (B, L, I), continuing from the inputs in the cache, which are updated; 0 at padding."""
+    if padding_mask is None:
+        return _convolve(conv, x, seq_idx, cache, layer_idx)
+    real = padding_mask[..., None].to(x.dtype)
+    if seq_idx is None:
+        return _convolve_around_padding(conv, x * real, padding_mask.bool(), cache, layer_idx) * real
+    return _convolve(conv, x * real, seq_idx, cache, layer_idx) * real
+
+
+def _convolve_around_padding(
+    conv: ShortConv, x: torch.Tensor, real: torch.Tensor, cache: Cache | None, layer_idx: int
+) -> torch.Tensor:
+    """Convolve each row as if its padding were not there, by moving it before all that the row has seen.
+
+    Args:
+        real: (B, L), False at padding, where x is zero.
+    """
+    past = None if cache is None else conv_state(cache, layer_idx)
+    inputs = x
+    if past is not None:
+        inputs = torch.cat([past.mT, x], dim=1)
+        real = F.pad(real, (past.shape[-1], 0), value=True)
+    order = real.byte().argsort(dim=1, stable=True)[..., None].expand_as(inputs)
+    moved = inputs.gather(1, order)
+    if cache is not None:
+        cache.update_conv_state(x.mT, layer_idx, conv_kernel_size=conv.kernel_size)
+        state = cache.layers[layer_idx].conv_states[0]
+        state.copy_(F.pad(moved.mT, (max(state.shape[-1] - moved.shape[1], 0), 0))[..., -state.shape[-1] :])
+    y = conv(moved)
+    return torch.empty_like(y).scatter(1, order, y)[:, -x.shape[1] :]
+
+
+def _convolve(
     conv: ShortConv, x: torch.Tensor, seq_idx: torch.Tensor | None, cache: Cache | None, layer_idx: int
 ) -> torch.Tensor:
-    """Convolve (B, L, I), continuing from the inputs in the cache, which are updated."""
     if cache is None:
         return conv(x, seq_idx)
     past = conv_state(cache, layer_idx)

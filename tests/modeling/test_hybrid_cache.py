@@ -29,11 +29,13 @@ VARIANTS = {
         layer_rope=["none", "local"], local_rope_parameters={"rope_type": "default", "rope_theta": 100.0}
     ),
 }
+MIXERS_ALONE = {mixer: dict(mixer=mixer, pattern="pure") for mixer in MIXERS}
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_hybrid = pytest.mark.parametrize("variant", VARIANTS | MIXERS_ALONE)
 
 
 def student(variant):
-    return make_hybrid(pattern="beside-only", **VARIANTS[variant])
+    return make_hybrid(**{"pattern": "beside-only", **(VARIANTS | MIXERS_ALONE)[variant]})
 
 
 def in_parts(model, parts, cache=None, **options):
@@ -85,7 +87,7 @@ def padded_rows():
     return ids.masked_fill(~real, 0), real, dict(attention_mask=real.long(), position_ids=positions), rows
 
 
-@every_variant
+@every_hybrid
 @pytest.mark.parametrize("sizes", [[LENGTH], [1] * LENGTH, [5] * 8, [7, 1, 1, 2, 9, 1, 1, 1, 1, 1, 11, 1, 3]])
 @torch.no_grad()
 def test_padding_anywhere(variant, sizes):
@@ -105,7 +107,7 @@ def assert_same_gradients(model, together, alone):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@every_variant
+@every_hybrid
 def test_padding_in_training(variant):
     model, (ids, real, told, rows) = student(variant), padded_rows()
     together, alone = model(ids, **told).logits[real], torch.cat([model(row[None]).logits[0] for row in rows])
