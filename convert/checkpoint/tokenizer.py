@@ -15,7 +15,7 @@ from modeling_llamba.ship_code import code_files
 
 from ..errors import during
 from ..hybrids.shapes import HYBRIDS
-from ..io.reader import Checkpoint, GgufCheckpoint, read_json
+from ..io.reader import Checkpoint, GgufCheckpoint, read_json, read_token_ids
 from ..teachers.teacher import LICENCE_FILES, TOKENIZER_FILES, Teacher, first_line, load_tokenizer
 
 PROBES = (
@@ -27,6 +27,12 @@ PROBES = (
     "",
 )
 """Texts on which tokenizers part: numbers, code, line breaks, spaces, other scripts, emoji, contractions."""
+ANSWER = "convert-to-hybrid"
+"""An answer that no chat template holds by itself."""
+END_TOKENS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
+)  # fmt: skip
+"""Tokens at which llama.cpp ends an answer, whether or not a GGUF file says so."""
 OF_TRAINING = {
     "use_cache": (False, "generating is slow without a cache"),
     "return_dict_in_generate": (True, "`generate` returns tokens unless asked for more"),
@@ -60,13 +66,15 @@ def read_side_files(
         ValueError: one of them cannot be read, or the tokenizer is code that is not trusted.
     """
     with during(f"reading the files beside the weights in {teacher.folder}"):
-        settings, left_out = read_generation_config(settings_from or teacher)
         licences = {p.name: p.read_bytes() for kind in LICENCE_FILES for p in teacher.folder.glob(kind) if p.is_file()}
-        tokenizer, anew = read_tokenizer(teacher, trust_remote_code, model_type)
-        return tokenizer | settings | licences, (*anew, *left_out)
+        files, tokenizer, anew = read_tokenizer(teacher, trust_remote_code, model_type)
+        settings, left_out = read_generation_config(settings_from or teacher, tokenizer)
+        return files | settings | licences, (*anew, *left_out)
 
 
-def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -> tuple[SideFiles, tuple[str, ...]]:
+def read_tokenizer(
+    teacher: Teacher, trust_remote_code: bool, model_type: str
+) -> tuple[SideFiles, PreTrainedTokenizerBase | None, tuple[str, ...]]:
     """Read the files from which a checkpoint of another model type loads the tokenizer that its teacher has.
 
     transformers chooses a tokenizer's class by the model type and may then leave out what tokenizer_config.json
@@ -74,7 +82,7 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
     there, and where they do, the tokenizer is saved anew under the class that it has.
 
     Returns:
-        The files, and a note where the tokenizer is saved anew.
+        The files, the tokenizer, which may be none, and a note where it is saved anew.
 
     Raises:
         ValueError: the tokenizer cannot be read, cannot be carried over, or is code that is not trusted.
@@ -87,7 +95,7 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
         if "auto_map" in (read_json(folder / "tokenizer_config.json") or {}):
             files |= _tokenizer_code(teacher, trust_remote_code)
         if not files:
-            return files, ()
+            return files, None, ()
     tokenizer = load_tokenizer(teacher, trust_remote_code)
     try:
         tokenizer(list(PROBES))
@@ -97,7 +105,7 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
         ) from error
     check_chat_template(tokenizer, folder / (teacher.gguf_file or ""))
     if files and _are_alike(_loaded(files, model_type, trust_remote_code), tokenizer):
-        return files, ()
+        return files, tokenizer, ()
     kind = type(tokenizer).__name__
     notes = []
     if files:
@@ -107,15 +115,16 @@ def read_tokenizer(teacher: Teacher, trust_remote_code: bool, model_type: str) -
     files |= _saved(tokenizer)
     found = _loaded(files, model_type, trust_remote_code)
     if _are_alike(found, tokenizer):
-        return files, tuple(notes)
+        return files, tokenizer, tuple(notes)
     if teacher.gguf_file is not None and _takes_normaliser(tokenizer, found):
         rule = type(found.backend_tokenizer.normalizer).__name__
-        return files, (f"the tokenizer normalises text by {rule}, as a {kind} does; GGUF files do not say so",)
+        note = f"the tokenizer normalises text by {rule}, as a {kind} does; GGUF files do not say so"
+        return files, tokenizer, (note,)
     # a class of a family may bring rules of its own, where the files alone say them all
     settings = json.loads(files["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     files["tokenizer_config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
     if _are_alike(_loaded(files, model_type, trust_remote_code), tokenizer):
-        return files, tuple(notes)
+        return files, tokenizer, tuple(notes)
     raise ValueError(
         f"The tokenizer of {teacher.name} ({kind}) loads as another one beside a model of type "
         f"{model_type}; save it as a tokenizer.json of its own (AutoTokenizer.from_pretrained(...).save_pretrained)."
@@ -209,7 +218,31 @@ def _tokenizer_code(teacher: Teacher, trust_remote_code: bool) -> SideFiles:
     return files
 
 
-def read_generation_config(teacher: Teacher) -> tuple[SideFiles, tuple[str, ...]]:
+def turn_end(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """The special token with which the chat template ends an answer; None where there is no such token or template."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return None
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, ValueError, TypeError, LookupError):  # a template may ask for turns of other kinds
+        return None
+    _, found, end = text.rpartition(ANSWER)
+    ids = tokenizer(end, add_special_tokens=False).input_ids if found else []
+    return next((i for i in ids if (token := tokenizer.added_tokens_decoder.get(i)) and token.special), None)
+
+
+def _gguf_ends(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end an answer by a GGUF file, by its template, or by their names."""
+    said = read_token_ids(teacher.folder / teacher.gguf_file)
+    names = [token for token in END_TOKENS if token in tokenizer.get_added_vocab()]
+    ends = {*tokenizer.convert_tokens_to_ids(names), turn_end(tokenizer), said.get("eot"), said.get("eom")}
+    return ends - {None}
+
+
+def read_generation_config(
+    teacher: Teacher, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[SideFiles, tuple[str, ...]]:
     """The generation settings, or those of the configuration, the special tokens above all, where there are none.
 
     Left out is what the teacher's training left behind, and what `generate` ignores: once another training changes a
@@ -227,6 +260,11 @@ def read_generation_config(teacher: Teacher) -> tuple[SideFiles, tuple[str, ...]
             given = read_json(path)
         else:
             given = GenerationConfig.from_model_config(teacher.config).to_diff_dict()
+        eos = given.get("eos_token_id")
+        ends = {end for end in (eos if isinstance(eos, list) else [eos]) if end is not None}
+        if teacher.gguf_file is not None and not ends >= (more := _gguf_ends(teacher, tokenizer)):
+            ends |= more
+            given["eos_token_id"] = sorted(ends)
         notes = {name: why for name, (value, why) in OF_TRAINING.items() if given.get(name) is value}
         kept = {name: value for name, value in given.items() if name not in notes}
         notes |= dict.fromkeys(_ignored_settings(kept), "`generate` ignores it beside the other settings")
@@ -238,10 +276,15 @@ def read_generation_config(teacher: Teacher) -> tuple[SideFiles, tuple[str, ...]
     for name in ("do_sample", "output_attentions"):
         if not isinstance(given.get(name), bool | None):
             raise ValueError(f"{name} in {path} must be true or false, not {str(given[name])[:40]}.")
+    said = [f"{name} {json.dumps(given[name])} of {path.name} is left out: {why}" for name, why in notes.items()]
+    if (end := turn_end(tokenizer)) is not None and end not in ends:
+        said.append(
+            f"the chat template ends answers with {tokenizer.decode(end)}, which {path.name} does not name as an end, "
+            f"so that generating goes on; add {end} to eos_token_id of OUT/generation_config.json if that is wrong"
+        )
     if own and not notes:
-        return {path.name: path.read_bytes()}, ()
+        return {path.name: path.read_bytes()}, tuple(said)
     kept = {name: value for name, value in given.items() if name not in notes}
-    said = (f"{name} {json.dumps(given[name])} of {path.name} is left out: {why}" for name, why in notes.items())
     return {"generation_config.json": (json.dumps(kept, indent=2) + "\n").encode()}, tuple(said)
 
 

@@ -53,6 +53,7 @@ GGUF_FIELDS = {
 GGUF_OTHER_SCALE = {"gemma2": 46, "gemma3": 62}
 MXFP4_PARTS = ("_blocks", "_scales")
 """Ends of the names of tensors that hold another packed as MXFP4."""
+GGUF_TOKEN = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 GGUF_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")
 
 
@@ -255,13 +256,32 @@ class PickledCheckpoint(Checkpoint):
         return value[start:stop].contiguous()
 
 
+def open_gguf(path: Path) -> Any:
+    """The reader of a GGUF file, which takes seconds for a large vocabulary; the last one is kept."""
+    state = path.stat()
+    return _open_gguf(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _open_gguf(path: Path, changed: int, size: int) -> Any:
+    import gguf
+
+    return gguf.GGUFReader(path)
+
+
+def read_token_ids(path: Path) -> dict[str, int]:
+    """The special tokens that a GGUF file names, by their short names, such as eos and eot."""
+    fields = open_gguf(path).fields.items()
+    found = {name: GGUF_TOKEN.fullmatch(name) for name, _ in fields}
+    return {found[name][1]: int(field.contents()) for name, field in fields if found[name]}
+
+
 class GgufCheckpoint(Checkpoint):
     """A GGUF file, dequantised one tensor at a time to float32 and renamed by transformers' own tables."""
 
     concurrent = False  # the tensor at hand is kept whole
 
     def __init__(self, path: Path, teacher_config):
-        import gguf
         from transformers import AutoModelForCausalLM
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
@@ -270,7 +290,7 @@ class GgufCheckpoint(Checkpoint):
         )
 
         self.files = [path]
-        reader = gguf.GGUFReader(path)
+        reader = open_gguf(path)
         architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         _check_left_out(path.name, reader.fields, architecture, teacher_config)
         self.licence: str | None = None

@@ -316,6 +316,16 @@ def test_settings_that_are_ignored_or_left_from_training_stay_behind(place, sett
     assert calls == [5, 1, 1]
 
 
+@pytest.mark.parametrize("eos, said", [(2, 0), ([5, 2], 0), (5, 1)])
+def test_a_template_whose_turns_end_with_another_token_is_noted(eos, said, tmp_path):
+    """Such a model goes on after its answer, as fine-tunes of a base model with a chat template do."""
+    teacher = save_chat_teacher(tmp_path / "teacher")
+    (teacher / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    plan = convert(str(teacher), tmp_path / "out", align="none")
+    assert sum("add 2 to eos_token_id" in note for note in plan.notes) == said
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": eos}
+
+
 def test_generation_settings_that_transformers_refuses_are_named_by_their_file(saved_teacher, tmp_path):
     folder = shutil.copytree(saved_teacher("llama-gqa"), tmp_path / "teacher")
     (folder / "generation_config.json").write_text('{"max_new_tokens": -1}')

@@ -93,6 +93,7 @@ def add_bpe(writer, split):
     writer.add_bos_token_id(len(tokens))
     writer.add_eos_token_id(len(tokens) + 2)
     writer.add_pad_token_id(len(tokens))
+    writer.add_eot_token_id(ord("t"))
 
 
 def add_sentencepiece(writer):

@@ -1,11 +1,13 @@
 """GGUF files of the families that transformers reads, written here, give the model that transformers makes of them."""
 
+import json
+
 import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from convert.checkpoint.tokenizer import read_tokenizer, write_side_files
+from convert.checkpoint.tokenizer import read_generation_config, read_tokenizer, write_side_files
 from convert.dry_run import plan_conversion
 from convert.fit.teacher_model import TeacherModel
 from convert.options import ConversionOptions, PublishedOutputOptions
@@ -70,7 +72,7 @@ def test_the_tokenizer_of_every_architecture_is_carried_over(name, tokenizer, tm
     """With the rules of its class where these alone are missing: a Qwen2Tokenizer composes letters and accents."""
     write_gguf(tmp_path / "teacher.gguf", name, tokenizer)
     teacher = find_teacher(str(tmp_path / "teacher.gguf"))
-    files, notes = read_tokenizer(teacher, False, "llamba")
+    files, _, notes = read_tokenizer(teacher, False, "llamba")
     composes = name.startswith("qwen") and tokenizer == "qwen2"
     assert bool(notes) == composes
     write_side_files(files, tmp_path / "out")
@@ -78,6 +80,17 @@ def test_the_tokenizer_of_every_architecture_is_carried_over(name, tokenizer, tm
     found = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (found("e\u0301te\u0301").input_ids == found("\u00e9t\u00e9").input_ids) == composes
     assert found.decode(found("in the heat").input_ids, skip_special_tokens=True).strip() == "in the heat"
+
+
+def test_every_end_that_a_file_names_ends_an_answer(tmp_path):
+    """The end of sequence and of a turn by number, and the end of text, which is Qwen's end of code, by its name."""
+    write_gguf(tmp_path / "teacher.gguf", "qwen2", "qwen2")
+    teacher = find_teacher(str(tmp_path / "teacher.gguf"))
+    files, tokenizer, _ = read_tokenizer(teacher, False, "llamba")
+    ends = [ord("t"), *tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])]
+    written, notes = read_generation_config(teacher, tokenizer)
+    assert json.loads(written["generation_config.json"])["eos_token_id"] == ends
+    assert not notes
 
 
 def test_a_part_of_a_model_is_told_how_to_be_joined(tmp_path):
@@ -92,7 +105,7 @@ def test_a_part_of_a_model_is_told_how_to_be_joined(tmp_path):
 def test_a_real_qwen_is_planned(original, parameters):
     path = index_teacher(original)
     teacher = find_teacher(str(path))
-    files, notes = read_tokenizer(teacher, False, "llamba")
+    files, _, notes = read_tokenizer(teacher, False, "llamba")
     assert "NFC" in notes[0]
     assert "tokenizer.json" in files
     plan = plan_conversion(ConversionOptions(model=str(path), output=PublishedOutputOptions(folder="unused")))
