@@ -56,6 +56,7 @@ class LlambaConfig(HybridConfig):
     experts_beside_mlp: bool = False
 
     def __post_init__(self, **kwargs):
+        self.num_experts = self.num_experts or None
         if self.num_experts is not None and not self.experts_beside_mlp:  # which are not balanced by a loss
             # TRL takes any model that has these fields for one with experts
             kwargs = {"output_router_logits": False, "router_aux_loss_coef": 0.001} | kwargs
@@ -101,7 +102,7 @@ class LlambaConfig(HybridConfig):
             raise ValueError("experts_beside_mlp needs num_experts beside it.")
         if self.num_experts is not None:
             for name in ("num_experts_per_tok", "moe_intermediate_size"):
-                if getattr(self, name) is None:
+                if not getattr(self, name):
                     raise ValueError(f"num_experts needs {name} beside it.")
             if (self.swiglu_limit is None) != (self.swiglu_alpha is None):
                 raise ValueError("swiglu_limit and swiglu_alpha are given together, or not at all.")

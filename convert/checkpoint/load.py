@@ -26,7 +26,7 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
     """The name and the arguments that `from_pretrained` takes for a folder, a GGUF file or a Hub id."""
     path = Path(model).expanduser()
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ValueError(f"{model} is neither a folder nor a GGUF file.")
         check_not_split(path.name)
         return str(path.parent), {"gguf_file": path.name}

@@ -61,10 +61,13 @@ def documents(source: str, column: str = "text") -> Iterator[str]:
             name, config, split = (*source.split(":", 2), "", "")[:3]
             rows = load_dataset(name, config or None, split=split or "train", streaming=True)
         for row in rows:
-            if not isinstance(row.get(column), str):
-                raise TypeError(f"no text in column {column!r}; it has {', '.join(sorted(row))}")
-            if row[column].strip():
-                yield row[column]
+            text = row.get(column, False)
+            if text is None:
+                continue  # tables have gaps
+            if not isinstance(text, str):
+                raise TypeError(f"no text in column {column!r}; the columns are {', '.join(sorted(row))}")
+            if text.strip():
+                yield text
     except (DatasetGenerationError, OSError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{source} cannot be read as text: {first_line(error)}") from error
 

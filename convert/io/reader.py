@@ -455,20 +455,27 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def open_weights(folder: Path) -> Checkpoint:
-    """The weights in a folder in transformers' layout, safetensors first.
+    """The weights in a folder that transformers would load: safetensors first, and one file before an index.
 
     Raises:
         ValueError: no weights, an index that names an absent shard, or a damaged shard.
     """
     for single, kind in (("model.safetensors", SafetensorsCheckpoint), ("pytorch_model.bin", PickledCheckpoint)):
         index = folder / f"{single}.index.json"
-        if index.is_file():
-            return kind(_shards(index))
         if (folder / single).is_file():
             return kind([folder / single])
+        if index.is_file():
+            return kind(_shards(index))
     raise ValueError(
         f"{folder} holds no weights: expected model.safetensors, pytorch_model.bin, or an index of their shards."
+        f"{gguf_hint(folder)}"
     )
+
+
+def gguf_hint(folder: Path) -> str:
+    """How to name a GGUF file in a folder, for errors; empty where there is none."""
+    files = sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
+    return f" For GGUF say --gguf-file {files[0]}." if files else ""
 
 
 def _shards(index: Path) -> list[Path]:

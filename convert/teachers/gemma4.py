@@ -32,8 +32,6 @@ def special(config: Any) -> dict[str, Any]:
     for name, what in NOT_FOLLOWED.items():
         if getattr(config, name):
             raise ValueError(f"{what} ({name} {getattr(config, name)}), which a hybrid cannot follow")
-    if config.use_bidirectional_attention == "all":  # "vision" is for images alone
-        raise ValueError("its attention sees later tokens, too (use_bidirectional_attention), unlike a hybrid's")
     fields = local_rope(config) | {"embedding_multiplier": config.hidden_size**0.5}
     fields["rope_parameters"] = of_first_rows(fields["rope_parameters"], config.per_layer_config["full_attention"])
     if "sliding_attention" in config.layer_types:

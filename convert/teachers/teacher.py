@@ -30,7 +30,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from modeling_llamba.model.config_values import RECURRENT, check_numbers
 
 from ..errors import HTTPError
-from ..io.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, open_weights, read_json, unpacked
+from ..io.reader import Checkpoint, GgufCheckpoint, RemoteHeaders, gguf_hint, open_weights, read_json, unpacked
 from . import get_family
 from .base import COMMON_FIELDS, TeacherFamily
 
@@ -46,7 +46,7 @@ LICENCE_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 SIDE_FILES = [*TOKENIZER_FILES, "*.json", "*.txt", "README.md", *LICENCE_FILES]
 """Patterns of the files beside the weights that are downloaded from a repository."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 """Pattern of the name of a part of a split GGUF file."""
 EMBEDDED_TEACHER = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -193,7 +193,7 @@ def find_teacher(
     if path.is_file():
         if gguf_file is not None:
             raise ValueError(f"{model} is a file already; gguf_file names one inside a folder or repository.")
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ValueError(f"{model} is neither a folder nor a GGUF file.")
         folder = path.parent
         gguf_file = path.name
@@ -295,9 +295,7 @@ def first_line(error: Exception) -> str:
 def _folder_config(folder: Path) -> PreTrainedConfig:
     path = folder / "config.json"
     if not path.is_file():
-        gguf = sorted(folder.glob("*.gguf"))
-        hint = f" For GGUF say --gguf-file {gguf[0].name}." if gguf else ""
-        raise ValueError(f"{folder} has no config.json, so it is not a transformers checkpoint.{hint}")
+        raise ValueError(f"{folder} has no config.json, so it is not a transformers checkpoint.{gguf_hint(folder)}")
     return read_config(read_json(path), path)
 
 
@@ -307,6 +305,11 @@ def read_config(raw: dict[str, Any], place: str | Path) -> PreTrainedConfig:
     text_type = of_text.get("model_type") if isinstance(of_text, dict) else None
     family = get_family(str(raw.get("model_type", "?")), text_type and str(text_type))
     model_type = family.model_type
+    if raw.get("transformers_weights"):
+        raise ValueError(
+            f"{place} names a file of weights (transformers_weights: {str(raw['transformers_weights'])[:80]}); call "
+            "it model.safetensors, and take that entry out."
+        )
     quantisation = raw.get("quantization_config")
     if quantisation:
         method = quantisation
@@ -340,6 +343,10 @@ def config_errors(what: str) -> Iterator[None]:
 
 def hybrid_fields(config: PreTrainedConfig, family: TeacherFamily) -> tuple[dict[str, Any], list[str]]:
     """Collect the fields that a hybrid takes over from its teacher's configuration, and the types of its layers."""
+    if not getattr(config, "is_causal", True):
+        raise ValueError(
+            "The teacher is not causal (is_causal is false): its tokens see later ones, a hybrid's cannot."
+        )
     for name in family.refused:
         if getattr(config, name, None):
             raise ValueError(

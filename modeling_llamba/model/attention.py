@@ -113,7 +113,8 @@ class SoftmaxAttention(TeacherAttention):
         is_sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if is_sliding else None
         self.roundings = Rounding.of_attention(config, layer_idx)
-        self.key_offset = self.make_key_offset(config.num_key_value_heads, self.roundings[0])
+        kv_heads = config.num_attention_heads // self.num_key_value_groups  # of this kind of layer
+        self.key_offset = self.make_key_offset(kv_heads, self.roundings[0])
 
     def forward(
         self,

@@ -49,10 +49,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "initializer_range"), (0.0, 1000000.0)),
     **dict.fromkeys(SIZES_OF_STATES, (1, LARGEST_SIZE)),
     "num_hidden_layers": (1, 10_000),
-    "num_experts": (1, 10_000),
-    "num_experts_per_tok": (1, 10_000),
-    "moe_intermediate_size": (1, LARGEST_SIZE),
-    "shared_expert_intermediate_size": (1, LARGEST_SIZE),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (0, 10_000)),  # 0 is none
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (0, LARGEST_SIZE)),
     "max_window_layers": (0, LARGEST_SIZE),
     "decoder_sparse_step": (1, LARGEST_SIZE),
     "query_pre_attn_scalar": (1e-6, 1e9),

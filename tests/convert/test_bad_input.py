@@ -107,6 +107,8 @@ def test_index_naming_an_absent_shard(teacher, tmp_path):
 def test_no_weights_no_config_no_folder(teacher, tmp_path):
     (teacher / "model.safetensors").unlink()
     check_one_line_error(run(teacher, tmp_path / "out"), "holds no weights")
+    (teacher / "MODEL.GGUF").touch()  # as a repository of GGUF files with its original's config.json
+    check_one_line_error(run(teacher, tmp_path / "out"), "holds no weights", "say --gguf-file MODEL.GGUF")
     (teacher / "config.json").unlink()
     check_one_line_error(run(teacher, tmp_path / "out"), "no config.json")
     check_one_line_error(run(tmp_path / "nowhere", tmp_path / "out"), "does not exist")

@@ -209,8 +209,10 @@ class Herd:
         if not expected.isfinite().all():  # a teacher's own mixer goes beyond float32 as well
             assert not ours.isfinite().all()
             return
+        # a window as wide as the context is read as none, and beyond the context both say something
+        known = min(theirs.config.get_text_config().max_position_embeddings, ours.shape[1])
         size = expected.abs().max().clamp(min=1)
-        torch.testing.assert_close(ours / size, expected / size, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(ours[:, :known] / size, expected[:, :known] / size, rtol=1e-3, atol=1e-3)
 
     def compare_text(self, out, teacher):
         theirs = loaded(AutoTokenizer, teacher)
@@ -242,7 +244,8 @@ class Herd:
                     return
                 raise AssertionError(f"the teacher generates and the hybrid does not: {error}") from error
             said.append(getattr(text, "sequences", text))
-        if "hybrid" not in model.config.layer_types and "linear_attention" not in model.config.layer_types:
+        beyond = model.config.max_position_embeddings < ids.shape[1] + 4
+        if not beyond and not {"hybrid", "linear_attention"} & set(model.config.layer_types):
             assert torch.equal(*said)
 
     # -- mutations

@@ -56,6 +56,12 @@ def test_files_are_read_in_order(tmp_path, kind):
     assert list(documents(str(tmp_path / "folder"))) == texts
 
 
+def test_rows_without_a_text_are_left_out(tmp_path):
+    rows = [{"text": None, "n": 1}, {"text": "w5", "n": 2}, {"text": " ", "n": None}, {"text": "w6", "n": 4}]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(documents(str(tmp_path / "text.jsonl"))) == ["w5", "w6"]
+
+
 @pytest.mark.parametrize(
     "source, asked", [("org/name:en:test", ("org/name", "en", "test")), ("org/name", ("org/name", None, "train"))]
 )
@@ -127,7 +133,7 @@ def test_sampled_text_is_the_models_own(saved_teacher):
     [
         ("empty.jsonl", "", "is empty"),
         ("short.jsonl", '{"text": "w5 w6"}', "gives 3 tokens, and 2 sequences of 512 need 1024"),
-        ("column.jsonl", '{"body": "w5 w6"}', "no text in column 'text'; it has body"),
+        ("column.jsonl", '{"body": "w5 w6"}', "no text in column 'text'; the columns are body"),
         ("broken.jsonl", '{"text": "w5', "cannot be read as text"),
         ("numbers.jsonl", '{"text": 5}', "no text in column 'text'"),
         ("text.docx", "w5 w6", "must be a .jsonl, .json, .txt, .parquet file"),

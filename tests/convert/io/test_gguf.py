@@ -22,10 +22,10 @@ from tests.helpers.teachers import TEACHERS, random_ids
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
 def test_a_gguf_file_is_the_model_transformers_makes_of_it(name, tmp_path):
-    teacher = write_gguf(tmp_path / "t.gguf", name)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="t.gguf", dtype=torch.float32)
+    teacher = write_gguf(tmp_path / "t.GGUF", name)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="t.GGUF", dtype=torch.float32)
     make_names = gguf.get_tensor_name_map
-    weights = TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
+    weights = TeacherWeights.of(find_teacher(str(tmp_path / "t.GGUF")))
     assert gguf.get_tensor_name_map is make_names, "a library's function was replaced for the whole process"
     ids = random_ids(2, 24)
     ours = TeacherModel(weights).whole()

@@ -3,11 +3,14 @@
 import itertools
 import json
 import os
+import shutil
 import threading
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from convert import convert
@@ -77,9 +80,32 @@ def test_dtypes(dtype, saved_teacher, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == wanted
 
 
-def test_pickled_and_safetensors_teachers_give_the_same_files(saved_teacher, tmp_path):
-    import shutil
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_are_those_that_transformers_loads(name, saved_teacher, tmp_path):
+    """Which takes one file before an index, as tools leave them that save into a folder in use."""
+    teacher = Path(shutil.copytree(saved_teacher("llama-gqa"), tmp_path / "teacher"))
+    tensors = load_file(teacher / "model.safetensors")
+    save = partial(save_file, metadata={"format": "pt"}) if name == "model.safetensors" else torch.save
+    shard = name.replace(".", "-00001-of-00001.")
+    (teacher / "model.safetensors").unlink()
+    save(tensors, teacher / name)
+    save({key: tensor * 0.5 for key, tensor in tensors.items()}, teacher / shard)
+    (teacher / f"{name}.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard)}))
+    convert(str(teacher), tmp_path / "out", attention_layers=1.0, align="none")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for key, tensor in AutoModelForCausalLM.from_pretrained(teacher).state_dict().items():
+        assert torch.equal(written[key], tensor), key
 
+
+def test_a_file_of_weights_under_another_name_is_refused(saved_teacher, tmp_path):
+    teacher = Path(shutil.copytree(saved_teacher("llama-gqa"), tmp_path / "teacher"))
+    config = json.loads((teacher / "config.json").read_text()) | {"transformers_weights": "other.safetensors"}
+    (teacher / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="transformers_weights: other.safetensors"):
+        convert(str(teacher), tmp_path / "out", align="none")
+
+
+def test_pickled_and_safetensors_teachers_give_the_same_files(saved_teacher, tmp_path):
     shutil.copytree(saved_teacher("phi"), tmp_path / "bin")
     tensors = load_file(tmp_path / "bin" / "model.safetensors")
     (tmp_path / "bin" / "model.safetensors").unlink()

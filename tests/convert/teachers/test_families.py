@@ -47,6 +47,14 @@ def variants(name):
     return list(itertools.product(MIXERS, (True, False), (True, False))) if name in FIRST else SOME_VARIANTS
 
 
+def with_settings(folder, copy, **settings):
+    """A copy of a teacher with other entries in config.json."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | settings))
+    return copy
+
+
 def converted(folder, output, **options):
     plan = convert(str(folder), output, align="none", **options)
     return AutoModelForCausalLM.from_pretrained(output).eval(), plan
@@ -359,11 +367,36 @@ def test_a_multimodal_model_stops_where_its_whole_configuration_says(tmp_path):
     [("gemma3", "use_bidirectional_attention", True), ("mixtral", "router_jitter_noise", 0.1)],
 )
 def test_what_a_hybrid_cannot_follow_is_refused_by_name(name, field, value, saved_teacher, tmp_path):
-    shutil.copytree(saved_teacher(name, LAYERS), tmp_path / "in")
-    config = json.loads((tmp_path / "in" / "config.json").read_text())
-    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {field: value}))
+    folder = with_settings(saved_teacher(name, LAYERS), tmp_path / "in", **{field: value})
     with pytest.raises(ValueError, match=f"has {field} {value}, which a hybrid cannot follow"):
-        convert(str(tmp_path / "in"), tmp_path / "out", align="none")
+        convert(str(folder), tmp_path / "out", align="none")
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_teacher_that_sees_later_tokens_is_refused(name, saved_teacher, tmp_path):
+    """As models of embeddings that were made from a decoder do; transformers reads this entry for every family."""
+    entry = {"use_bidirectional_attention": "all"} if name.startswith("gemma4") else {"is_causal": False}
+    folder = with_settings(saved_teacher(name, LAYERS), tmp_path / "in", **entry)
+    with pytest.raises(ValueError, match="The teacher is not causal"):
+        convert(str(folder), tmp_path / "out", align="none")
+
+
+@pytest.mark.parametrize(
+    "name, zeros",
+    [
+        ("granite4-dense", ["num_experts_per_tok"]),  # as published
+        ("qwen3-moe", ["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"]),
+    ],
+)
+@torch.no_grad()
+def test_no_experts_are_counted_as_zero(name, zeros, tmp_path):
+    cls, config = TEACHERS[name]
+    torch.manual_seed(0)
+    teacher = cls(type(config)(**config.to_dict() | dict.fromkeys(zeros, 0))).eval()
+    teacher.save_pretrained(tmp_path / "in")
+    hybrid, _ = converted(tmp_path / "in", tmp_path / "out", attention_layers=1.0)
+    ids = random_ids(2, 40)
+    torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits)
 
 
 @pytest.mark.parametrize("name", ["ministral3", "glm4"])
@@ -395,16 +428,29 @@ def test_a_window_without_a_width_is_refused(name, saved_teacher, tmp_path):
     [
         ("num_kv_shared_layers", 1, "its last layers attend to keys and values of earlier ones"),
         ("hidden_size_per_layer_input", 8, "each of its blocks adds an embedding of its own"),
-        ("use_bidirectional_attention", "all", "its attention sees later tokens, too"),
     ],
 )
 def test_what_is_not_followed_of_gemma4_is_said(field, value, message, saved_teacher, tmp_path):
-    """Gemma 4 E2B and E4B have the first two, with 0 where a hybrid can follow."""
+    """Gemma 4 E2B and E4B have both, with 0 where a hybrid can follow."""
     shutil.copytree(saved_teacher("gemma4", LAYERS), tmp_path / "in")
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     (tmp_path / "in" / "config.json").write_text(json.dumps(config | {field: value}))
     with pytest.raises(ValueError, match=rf"{message} \({field}"):
         plan_conversion(make_options(str(tmp_path / "in"), "out"))
+
+
+@torch.no_grad()
+def test_offsets_of_keys_where_local_layers_have_other_heads(saved_teacher, tmp_path):
+    """Whatever an offset is, taking it off leaves attention as it was, up to rounding."""
+    options = {"attention_layers": 1.0, "bits": 8, "text": "sampled", "tokens": 4096}
+    convert(str(saved_teacher("gemma4", LAYERS)), tmp_path / "out", **options)
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    heads = {layer.self_attn.key_offset.shape for layer in hybrid.model.layers}
+    assert heads == {(layer.self_attn.k_proj.out_features // layer.self_attn.head_dim, layer.self_attn.head_dim)
+                     for layer in hybrid.model.layers}  # fmt: skip
+    assert len(heads) == 2
+    ids, teacher = random_ids(2, 40), make_teacher("gemma4", layers=LAYERS)
+    torch.testing.assert_close(hybrid(ids).logits, teacher(ids).logits, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-5-moe", "qwen3-next", "gpt-oss"])
