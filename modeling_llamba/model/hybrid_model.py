@@ -67,6 +67,15 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         else:
             self.self_attn = SoftmaxAttention(config, layer_idx)
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Refuse tensors of a teacher's attention, as of its adapters, that PEFT would leave out in silence."""
+        if "self_attn" not in self._modules and any(name.startswith(f"{prefix}self_attn.") for name in state_dict):
+            raise ValueError(
+                f"{prefix}self_attn is not in this hybrid, whose teacher has it: merge an adapter into the teacher "
+                "before the conversion, or train one for the hybrid."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     @property
     def attention(self) -> nn.Module:
         """The teacher's attention, or its module with a state, of whose results the first is the output."""

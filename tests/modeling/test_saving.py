@@ -186,6 +186,16 @@ def test_a_trained_adapter_goes_on_a_checkpoint_that_a_trainer_wrote(tmp_path):
     assert code_in(tmp_path / "merged") == code_in(tmp_path / "base")
 
 
+def test_an_adapter_of_the_teacher_is_refused(tmp_path):
+    """PEFT would load what belongs to kept layers, and say nothing of the rest."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(make_hybrid(pattern="attention"), lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="layers.0.self_attn is not in this hybrid.* merge an adapter"):
+        PeftModel.from_pretrained(make_hybrid(pattern="beside-only"), tmp_path / "adapter")
+
+
 def written(folder):
     return json.loads((folder / "config.json").read_text())
 
