@@ -55,7 +55,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "decoder_sparse_step": (1, LARGEST_SIZE),
     "query_pre_attn_scalar": (1e-6, 1e9),
     "original_max_position_embeddings": (1, LARGEST_SIZE),
-    "rope_theta": (1e-6, 1e30),
+    "rope_theta": (1e-6, 1e18),  # PyTorch takes no larger whole number
     "llama_4_scaling_beta": (0.0, 1e6),
     "partial_rotary_factor": (1e-6, 1.0),
     "hybrid_window": (2, 2**24),
