@@ -94,13 +94,14 @@ def test_quantised_weights_beside_a_cache_in_few_bits(quantise, pattern, bits, t
     generated = quantised.generate(ids, max_new_tokens=5, **GREEDY)
 
     if quantise is load_bitsandbytes:
-        # it rounds the inputs of each product to 8 bits, too
-        assert (whole - expected).norm() < 0.05 * expected.norm()
+        # it rounds the inputs of each product to 8 bits, too, so that other tokens may be the salient ones
+        limit = 0.15 if student.config.hybrid_salient else 0.05
+        assert (whole - expected).norm() < limit * expected.norm()
         assert (by_steps - whole).norm() < 0.05 * whole.norm()
         assert generated.shape == (2, 45)
         return
     # a product that differs in its last digit may round a key to the next code
     assert (whole - expected).norm() < (1e-5 if bits == 16 else 5e-3) * expected.norm()
-    tolerance = 1e-3 if quantise is load_hqq and bits == 8 else 1e-4
+    tolerance = 1e-4 if bits == 16 else 5e-3
     torch.testing.assert_close(by_steps, whole, rtol=tolerance, atol=tolerance)
     assert torch.equal(generated, plain.generate(ids, max_new_tokens=5, **GREEDY))
