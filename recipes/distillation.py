@@ -16,8 +16,6 @@ from .training.chat_format import not_too_long, questions
 from .training.load import load_teacher
 from .training.run import Run, script, to_both
 
-COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
-
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns what was measured before and after."""
@@ -31,9 +29,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         **vars(loading),
     )
     with Run("distillation", config, model_config, run_arguments, data, mixture, teaching) as run:
-        train, held_out, student, tokenizer = run.load(data, mixture, COLUMNS)
+        train, held_out, student, tokenizer = run.load(data, mixture, "questions")
         teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
-        train, held_out = to_both(lambda rows: questions(rows, tokenizer), train, held_out)
+        options = config.chat_template_kwargs
+        train, held_out = to_both(lambda rows: questions(rows, tokenizer, options), train, held_out)
         limit = student.config.max_position_embeddings - config.max_completion_length
         given = len(train)
         train, held_out = to_both(lambda rows: not_too_long(rows, tokenizer, limit), train, held_out)

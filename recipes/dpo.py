@@ -18,8 +18,6 @@ from .training.chat_format import pairs
 from .training.load import load_student, load_teacher
 from .training.run import Run, script, to_both
 
-COLUMNS = [{"prompt", "chosen", "rejected"}, {"chosen", "rejected"}]
-
 
 @dataclass
 class ReferenceArguments:
@@ -36,7 +34,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         DPOConfig, TeacherArguments, ReferenceArguments, RunArguments, argv=argv
     )
     with Run("dpo", config, model_config, run_arguments, data, mixture, teaching, reference) as run:
-        train, held_out, student, tokenizer = run.load(data, mixture, COLUMNS, ("chosen", "rejected"))
+        train, held_out, student, tokenizer = run.load(data, mixture, "pairs")
         if reference.reference == "teacher":
             teacher = load_teacher(teaching, run.source, config.trust_remote_code, student, tokenizer)
         elif model_config.use_peft:

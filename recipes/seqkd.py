@@ -30,14 +30,14 @@ from convert.io.folder import TRAINING_WORK, OutputFolder, check_apart, check_ou
 from convert.teachers.teacher import public_name
 
 from .training.arguments import TeacherArguments, parse_classes
-from .training.chat_format import as_text, question_ids, question_of, render
+from .training.chat_format import as_text, question_ids
+from .training.forms import BESIDE_TURNS, Row, Turns, reader
 from .training.load import load_splits, load_teacher
-from .training.run import local_files, script
+from .training.run import local_files, name_unused, script
 from .training.server import Server
 
-COLUMNS = [{"messages"}, {"prompt"}, {"instruction"}]
 Answers = dict[int, dict[str, Any]]
-"""{"text", "finished"} by number of the prompt."""
+"""{"text", "finished"} by number of the prompt, and "tool_calls" where a server took them out of the text."""
 
 
 @dataclass
@@ -83,8 +83,10 @@ class SeqKDArguments:
 class Prompt:
     """One question, as messages or (for a teacher without chat template) as a text."""
 
-    turns: list[dict[str, str]] | str
+    turns: Turns | str
     ids: list[int]
+    beside: Row
+    """Tools and other arguments of its row for the chat template."""
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -95,7 +97,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     check_output(output, arguments.overwrite)
     if teaching.teacher_model_name_or_path is None:
         raise ValueError("teacher_model_name_or_path is missing; it names who answers.")
-    rows, _ = load_splits(data, mixture, False, COLUMNS)
+    rows, _ = load_splits(data, mixture, False, "questions")
+    name_unused(rows, "questions")
     try:
         tokenizer = prompt_tokenizer(
             teaching.teacher_model_name_or_path, teaching.teacher_revision, arguments.trust_remote_code
@@ -135,25 +138,26 @@ def read_prompts(
     prompts = []
     seen = set()
     counts = {"duplicates": 0, "too long": 0, "empty": 0}
+    read = reader(rows, "questions")
     for number, row in enumerate(rows):
         if len(prompts) == arguments.max_prompts:
             break
-        turns = question_of(row)
+        row = read(row, number)
+        turns = row["prompt"]
         if not turns or not any(turn["content"].strip() for turn in turns):
             counts["empty"] += 1
             continue
         if tokenizer.chat_template is None:
-            turns = as_text(turns)
-        else:
-            render(turns, tokenizer, number, add_generation_prompt=True)
-        ids = question_ids(turns, tokenizer)
+            turns = as_text(turns, number, row)
+        ids = question_ids(turns, tokenizer, row, number)
         if tuple(ids) in seen:
             counts["duplicates"] += 1
         elif len(ids) > arguments.max_prompt_length:
             counts["too long"] += 1
         else:
             seen.add(tuple(ids))
-            prompts.append(Prompt(turns, ids))
+            beside = {name: row[name] for name in BESIDE_TURNS if row.get(name)}
+            prompts.append(Prompt(turns, ids, beside))
     return prompts, counts
 
 
@@ -217,7 +221,10 @@ def from_server(prompts: list[Prompt], known: Answers, arguments: SeqKDArguments
     server = Server(arguments.server, arguments.server_model)
     sampling = arguments.max_new_tokens, arguments.temperature
     with ThreadPoolExecutor(arguments.concurrency) as pool:
-        asked = {pool.submit(server.answer, prompts[i].turns, *sampling, seed_of(arguments, i)): i for i in left}
+        asked = {
+            pool.submit(server.answer, prompts[i].turns, prompts[i].beside, *sampling, seed_of(arguments, i)): i
+            for i in left
+        }
         failed = None
         try:
             for done in as_completed(list(asked)):
@@ -315,7 +322,7 @@ class Answerer:
 
 def reason_to_leave_out(answer: dict[str, Any], arguments: SeqKDArguments) -> str | None:
     """Reason for which an answer is left out of the data; None for one that is kept."""
-    if not answer["text"].strip():
+    if not answer["text"].strip() and "tool_calls" not in answer:
         return "empty answers"
     if not answer["finished"] and arguments.truncated == "drop":
         return "cut off"
@@ -332,8 +339,9 @@ def split_rows(
             continue
         text = answer["text"]
         is_text = isinstance(prompt.turns, str)
-        completion = text if is_text else [{"role": "assistant", "content": text}]
-        rows.append({"prompt": prompt.turns, "completion": completion})
+        calls = {"tool_calls": answer["tool_calls"]} if "tool_calls" in answer else {}
+        completion = text if is_text else [{"role": "assistant", "content": text, **calls}]
+        rows.append({"prompt": prompt.turns, "completion": completion, **prompt.beside})
     if not rows:
         cut_off = sum(not answer["finished"] for answer in answers)
         raise ValueError(

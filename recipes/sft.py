@@ -22,8 +22,6 @@ from .training.chat_format import faithful_answers
 from .training.load import load_teacher
 from .training.run import Run, script, to_both
 
-COLUMNS = [{"messages"}, {"prompt", "completion"}, {"text"}, {"conversations"}, {"input_ids"}]
-
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the recipe; returns what was measured before and after."""
@@ -32,8 +30,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     with Run("sft", config, model_config, run_arguments, data, mixture, teaching, loss) as run:
         check_options(config, model_config)
-        train, held_out, student, tokenizer = run.load(data, mixture, COLUMNS, ("completion", "messages"))
-        if not config.assistant_only_loss and {"messages", "conversations"} & set(train.column_names):
+        train, held_out, student, tokenizer = run.load(data, mixture, "answers")
+        if not config.assistant_only_loss and "messages" in train.column_names:
             run.say("[yellow]messages: every token counts, the questions' too;[/] say assistant_only_loss: true where "
                     "the chat template marks answers, or use prompt and completion.")  # fmt: skip
         if config.chat_template_path is not None:

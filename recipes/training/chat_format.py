@@ -4,75 +4,87 @@ A chat template may leave out part of what a row says, as those of reasoning mod
 makes of every row is compared with the row: what would be lost is kept, or the row is named in an error.
 """
 
-import json
+import copy
+from collections.abc import Mapping
 from typing import Any
 
+from datasets import Features, Json, List, Value
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from trl import is_conversational, maybe_convert_to_chatml, maybe_extract_prompt
+from trl import is_conversational
 
 from convert.teachers.teacher import first_line
 
-BETWEEN_TURNS = "\n\n"
+from .forms import BETWEEN_TURNS, PAIR, Row, Turns
+
 PLACEHOLDER = "ANSWER"
 SAID = ("content", "reasoning_content", "reasoning", "thinking")
 """Fields of a message that hold what is said."""
-Turns = list[dict[str, Any]]
+STRUCTURE = ("role", "type", "id", "tool_call_id")
+"""Fields that say how the others belong together, which templates say by their order."""
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What a chat template raises where it does not take a row."""
+Path = tuple[str | int, ...]
 
 
-def content_of(turn: dict[str, Any]) -> str:
-    """The text of a message."""
-    content = turn.get("content")
-    if not isinstance(content, str):
+def as_text(turns: Turns, number: int, row: Row) -> str:
+    """The turns' texts one after another, for a model that was never taught turns.
+
+    Args:
+        number: of the row, for the error where it says more than texts.
+    """
+    more = row.get("tools") or (row.get("chat_template_kwargs") or {}).get("documents")
+    if more or any(path[-1] != "content" for path in _leaves(turns)):
         raise ValueError(
-            f"A message of the data has {type(content).__name__} for its content; only text is understood, so leave "
-            "such rows out."
+            f"Row {number} of the data says more than texts, and the tokenizer has no chat template; "
+            "give it one, or leave such rows out."
         )
-    return content
+    return BETWEEN_TURNS.join(turn["content"] for turn in turns)
 
 
-def question_of(row: dict[str, Any]) -> list[dict[str, str]]:
-    """The messages before the first answer, from `instruction` and `input`, `messages`, or `prompt`; may be empty."""
-    if "instruction" in row:
-        parts = (row["instruction"], row.get("input"))
-        return [{"role": "user", "content": BETWEEN_TURNS.join(p for p in parts if p)}]
-    turns = row.get("messages") or row.get("prompt") or []
-    if isinstance(turns, str):
-        return [{"role": "user", "content": turns}]
-    first_answer = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
-    return [{"role": turn["role"], "content": content_of(turn)} for turn in turns[:first_answer]]
-
-
-def as_text(turns: list[dict[str, str]] | str) -> str:
-    """The turns' texts one after another, for a model that was never taught turns."""
-    if isinstance(turns, str):
-        return turns
-    return BETWEEN_TURNS.join(content_of(turn) for turn in turns)
-
-
-def question_ids(question: list[dict[str, str]] | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def question_ids(
+    question: Turns | str, tokenizer: PreTrainedTokenizerBase, row: Row | None = None, number: int = 0
+) -> list[int]:
     """Token ids of a question as the model is asked it: turns with the beginning of an answer, or text as it is."""
     if isinstance(question, str):
         return tokenizer(question).input_ids
-    return tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"]
+    text = checked(question, tokenizer, number, row or {}, [], add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def questions(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A data set of prompts alone: messages, or text for a tokenizer without a chat template."""
+def questions(rows: Any, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any] | None = None) -> Any:
+    """A data set of prompts alone: messages, or text where the tokenizer has no chat template or rows have tools.
 
-    def question(row: dict[str, Any], number: int) -> dict[str, Any]:
-        turns = question_of(row)
+    Args:
+        options: of the chat template, beside those of the rows.
+    """
+    # TRL's trainer asks without a row's tools and arguments, so that it gets the text
+    as_rendered = not {"tools", "chat_template_kwargs"}.isdisjoint(rows.column_names)
+
+    def question(row: Row, number: int) -> Row:
+        turns = row["prompt"]
         if tokenizer.chat_template is None:
-            return {"prompt": as_text(turns)}
-        if turns:
-            render(turns, tokenizer, number, add_generation_prompt=True)
-        return {"prompt": turns}
+            return {"prompt": as_text(turns, number, row)}
+        if not turns:
+            return {"prompt": "" if as_rendered else []}
+        row = row | {"chat_template_kwargs": (options or {}) | (row.get("chat_template_kwargs") or {})}
+        text = checked(turns, tokenizer, number, row, [], add_generation_prompt=True)
+        return {"prompt": without_beginning(text, tokenizer) if as_rendered else turns}
 
-    found = rows.map(question, with_indices=True, remove_columns=rows.column_names)
+    is_text = as_rendered or tokenizer.chat_template is None
+    types = Features({"prompt": Value("string") if is_text else List(Json())})
+    found = rows.map(question, with_indices=True, remove_columns=rows.column_names, features=types)
     found = found.filter(lambda row: len(row["prompt"]) > 0)
     if not len(found):
         raise ValueError(f"None of the data's {len(rows)} rows holds a question.")
     return found
+
+
+def without_beginning(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A rendered text without the first token where the tokenizer adds that itself."""
+    if tokenizer(text).input_ids == tokenizer(text, add_special_tokens=False).input_ids:
+        return text
+    return text.removeprefix(tokenizer.bos_token or "")
 
 
 def not_too_long(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int) -> Any:
@@ -89,7 +101,7 @@ def not_too_long(rows: Any, tokenizer: PreTrainedTokenizerBase, limit: int) -> A
 
 
 def render(
-    turns: Turns, tokenizer: PreTrainedTokenizerBase, number: int, row: dict[str, Any] | None = None, **options: Any
+    turns: Turns, tokenizer: PreTrainedTokenizerBase, number: int, row: Row | None = None, **options: Any
 ) -> str:
     """Text of messages by the chat template.
 
@@ -99,35 +111,120 @@ def render(
         options: for `apply_chat_template`.
 
     Raises:
-        ValueError: the template refuses the messages, or leaves out what a user says.
+        ValueError: the template refuses the messages.
     """
-    tools = (row or {}).get("tools")
-    more = (row or {}).get("chat_template_kwargs") or {}
-    if isinstance(tools, str):
-        tools = json.loads(tools)
+    row = row or {}
+    more = row.get("chat_template_kwargs") or {}
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, tools=tools, **options, **more)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        return tokenizer.apply_chat_template(turns, tokenize=False, tools=row.get("tools"), **options, **more)
+    except REFUSALS as error:
         raise ValueError(
             f"Row {number} of the data does not fit the chat template ({first_line(error)[:200]}); change such rows, "
             "or leave them out."
         ) from error
-    if not _says(text, [turn for turn in turns if turn["role"] == "user"]):
-        raise ValueError(
-            f"The chat template leaves out part of what the user says in row {number} of the data; leave such rows "
-            "out."
-        )
+
+
+def checked(
+    asked: Turns, tokenizer: PreTrainedTokenizerBase, number: int, row: Row, answered: Turns, **options: Any
+) -> str:
+    """Text of a question and what is answered, in which stands all that the row says.
+
+    Earlier reasoning alone may be missing from the question: templates leave it out on purpose, also when the model is
+    asked. Texts of users have to be there as they are. Everything else is changed, to see whether the rendering is.
+
+    Raises:
+        ValueError: the template refuses the row, or leaves out part of it.
+    """
+    turns = asked + answered
+    text = render(turns, tokenizer, number, row, **options)
+    for turn in turns:
+        if turn["role"] not in ("assistant", "tool") and not _says(text, [turn]):
+            raise ValueError(
+                f"The chat template leaves out part of what the {turn['role']} says in row {number} of the data; "
+                "leave such rows out."
+            )
+    said = {
+        "message": turns,
+        "tool": [{"name": tool.get("function", tool).get("name")} for tool in row.get("tools") or []],
+        "document": (row.get("chat_template_kwargs") or {}).get("documents"),
+    }
+    leaves = {path: leaf for path, leaf in _leaves(said).items() if not _said_elsewhere(path, turns, len(asked))}
+    leaves |= _ids_out_of_order(turns)
+    roles = {turn["role"] for turn in turns}
+    if "tool" not in roles and all(path[0] == "message" and path[2] == "content" for path in leaves):
+        return text
+
+    def changed(changes: Mapping[Path, Any]) -> str | None:
+        new = copy.deepcopy(said | {"row": row})
+        for path, value in changes.items():
+            place = new
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+        for tool, given in zip(new["tool"], new["row"].get("tools") or [], strict=True):
+            given.get("function", given).update(tool)
+        if new["document"]:
+            new["row"]["chat_template_kwargs"]["documents"] = new["document"]
+        try:
+            return render(new["message"], tokenizer, number, new["row"], **options)
+        except ValueError:
+            return None  # what a template refuses it has read
+
+    marks = {path: f"zq{i}zq" for i, path in enumerate(leaves)}
+    marked = changed(marks) or ""
+    for path, mark in marks.items():
+        other = not leaves[path] if isinstance(leaves[path], bool) else mark
+        if mark not in marked and changed({path: other}) == text:
+            raise ValueError(
+                f"The chat template leaves out {'.'.join(map(str, path[2:]))} of {path[0]} {path[1]} in row {number} "
+                "of the data; take a template that renders it, take it out of the data, or leave such rows out."
+            )
     return text
 
 
+def _leaves(said: Any, path: Path = ()) -> dict[Path, Any]:
+    """Texts and numbers of a row by their places, apart from those that only give structure."""
+    if isinstance(said, dict):
+        items = [(key, value) for key, value in said.items() if key not in STRUCTURE or "arguments" in path]
+    elif isinstance(said, list):
+        items = list(enumerate(said))
+    else:
+        return {} if said is None or said == "" else {path: said}
+    return {place: leaf for key, value in items for place, leaf in _leaves(value, (*path, key)).items()}
+
+
+def _said_elsewhere(path: Path, turns: Turns, asked: int) -> bool:
+    """Return True for earlier reasoning, left out when a model is asked, too, and for names of functions called.
+
+    Args:
+        asked: number of the messages that are a question.
+    """
+    if path[0] != "message":
+        return False
+    turn = turns[path[1]]
+    called = [call["function"]["name"] for each in turns for call in each.get("tool_calls") or ()]
+    return (path[1] < asked and path[2] in SAID[1:]) or (
+        turn["role"] == "tool" and path[2] == "name" and turn["name"] in called
+    )
+
+
+def _ids_out_of_order(turns: Turns) -> dict[Path, Any]:
+    """Ids of results, where results do not come in the order of their calls, which templates go by."""
+    ids = [call.get("id") for turn in turns for call in turn.get("tool_calls") or ()]
+    results = {("message", i, "tool_call_id"): turn.get("tool_call_id") for i, turn in enumerate(turns)}
+    results = {path: of for path, of in results.items() if of is not None and of in ids}
+    return {} if list(results.values()) == [of for of in ids if of in results.values()] else results
+
+
 def _says(text: str, turns: Turns) -> bool:
-    """Return True if a text contains all that the turns say, whitespace aside."""
+    """Return True if a text contains all that the turns say, whitespace and results of functions aside."""
     said = "".join(text.split())
-    parts = [turn[key] for turn in turns for key in SAID if isinstance(turn.get(key), str)]
+    spoken = [turn for turn in turns if turn["role"] != "tool"]  # results may be written as JSON
+    parts = [turn[key] for turn in spoken for key in SAID if isinstance(turn.get(key), str)]
     return all("".join(part.split()) in said for part in parts)
 
 
-def _in_two(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase, number: int) -> tuple[str, str, bool]:
+def _in_two(row: Row, name: str, tokenizer: PreTrainedTokenizerBase, number: int) -> tuple[str, str, bool]:
     """Text of a row's prompt up to where the model answers, text of the answer, and whether the template agrees.
 
     Where it does not, because it leaves out part of the answer or begins it otherwise than it asks for one, the answer
@@ -137,14 +234,11 @@ def _in_two(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase, 
         name: column of the answer.
     """
     turns = row[name]
-    if not isinstance(row["prompt"], list) or not isinstance(turns, list):
-        raise ValueError(f"Row {number} of the data has messages in one of prompt and {name}, and text in the other.")
     prompt = render(row["prompt"], tokenizer, number, row, add_generation_prompt=True)
-    whole = render(row["prompt"] + turns, tokenizer, number, row)
+    whole = checked(row["prompt"], tokenizer, number, row, turns)
     if whole.startswith(prompt) and _says(whole[len(prompt) :], turns):
         return prompt, whole[len(prompt) :], True
-    others = [key for turn in turns for key in turn if key not in ("role", "content") and turn[key]]
-    if len(turns) != 1 or others:
+    if len(turns) != 1 or any(path[-1] != "content" for path in _leaves(turns)):
         raise ValueError(
             f"The chat template does not render the {name} of row {number} of the data as it stands; make it one "
             "message with all of its text as content."
@@ -153,39 +247,37 @@ def _in_two(row: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerBase, 
     _, found, end = example.rpartition(PLACEHOLDER)
     if not found:
         end = tokenizer.eos_token
-    return prompt, content_of(turns[0]) + end, False
+    return prompt, turns[0]["content"] + end, False
 
 
 def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_only: bool = True) -> Any:
     """Rows of chats as they are, or as token ids and labels where the chat template would change an answer.
 
     Args:
+        rows: as `read_rows` gives them.
         completion_only: only completions count in the loss.
 
     Raises:
-        ValueError: the template refuses a row, or leaves out part of what is said in `messages`.
+        ValueError: the template refuses a row, or leaves out part of what it says.
     """
-    columns = set(rows.column_names)
-    if "messages" in columns and "completion" not in columns:
-        rows = rows.remove_columns(list(columns & {"prompt"}))  # which UltraChat has as well, and TRL would take
-    first = rows[0]
-    asked = {"prompt": first["prompt"]} if "prompt" in first else maybe_convert_to_chatml(dict(first))
-    if tokenizer.chat_template is None or not is_conversational(asked):
+    if not is_conversational(rows[0]):
         return rows
+    if tokenizer.chat_template is None:
+        return _as_texts(rows, ("completion",))
 
-    def faithful(row: Any, number: int) -> dict[str, bool]:
+    def faithful(row: Row, number: int) -> dict[str, bool]:
         if "prompt" in row:
-            return {"faithful": _in_two(dict(row), "completion", tokenizer, number)[2]}
-        turns = maybe_convert_to_chatml(dict(row))["messages"]
-        if not _says(render(turns, tokenizer, number, row), turns):
+            return {"faithful": _in_two(row, "completion", tokenizer, number)[2]}
+        turns = row["messages"]
+        if not _says(checked([], tokenizer, number, row, turns), turns):
             raise ValueError(
                 f"The chat template leaves out part of an answer in row {number} of the data, such as its reasoning; "
                 "give such rows as prompt and completion, which are trained on as they stand."
             )
         return {"faithful": True}
 
-    def as_ids(row: Any, number: int) -> dict[str, list[int]]:
-        prompt, answer, _ = _in_two(dict(row), "completion", tokenizer, number)
+    def as_ids(row: Row, number: int) -> dict[str, list[int]]:
+        prompt, answer, _ = _in_two(row, "completion", tokenizer, number)
         # the template has written the tokenizer's beginning already
         asked, answered = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, answer))
         labels = asked + answered
@@ -193,42 +285,37 @@ def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_o
             labels = [-100] * len(asked) + answered
         return {"input_ids": asked + answered, "labels": labels}
 
-    checked = rows.map(faithful, with_indices=True, remove_columns=rows.column_names)
-    if all(checked["faithful"]):
+    checked_rows = rows.map(faithful, with_indices=True, remove_columns=rows.column_names)
+    if all(checked_rows["faithful"]):
         return rows
     return rows.map(as_ids, with_indices=True, remove_columns=rows.column_names)
 
 
+def _as_texts(rows: Any, answers: tuple[str, ...]) -> Any:
+    """Prompts and answers as texts, for a tokenizer without a chat template."""
+    if "messages" in rows.column_names:
+        raise ValueError("The tokenizer has no chat template for messages; give one, or prompt and completion.")
+
+    def plain(row: Row, number: int) -> Row:
+        parts = {name: as_text(row[name], number, row) for name in ("prompt", *answers)}
+        return parts | {"prompt": parts["prompt"] + BETWEEN_TURNS}
+
+    types = Features(dict.fromkeys(("prompt", *answers), Value("string")))
+    return rows.map(plain, with_indices=True, remove_columns=rows.column_names, features=types)
+
+
 def pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Preferences as they are, or as text for a tokenizer without a chat template or with one that changes answers."""
-    if not is_conversational({"chosen": rows[0]["chosen"]}):
+    if not is_conversational(rows[0]):
         return rows
-    if tokenizer.chat_template is not None:
-        return _faithful_pairs(rows, tokenizer)
+    if tokenizer.chat_template is None:
+        return _as_texts(rows, PAIR)
 
-    def plain(row: Any) -> dict[str, str]:
-        prompt, chosen, rejected = (as_text(part) for part in _in_parts(row).values())
-        return {"prompt": prompt + BETWEEN_TURNS, "chosen": chosen, "rejected": rejected}
-
-    return rows.map(plain, remove_columns=rows.column_names)
-
-
-def _in_parts(row: Any) -> dict[str, Any]:
-    """The prompt of a preference, the turns that both answers begin with where it has none of its own, and the two."""
-    parts = maybe_extract_prompt(dict(row))
-    return {name: parts[name] for name in ("prompt", "chosen", "rejected")}
-
-
-def _faithful_pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    def in_three(row: Any, number: int) -> dict[str, Any]:
-        row = dict(row) | _in_parts(row)
+    def in_three(row: Row, number: int) -> Row:
         prompt, chosen, same = _in_two(row, "chosen", tokenizer, number)
         _, rejected, also_same = _in_two(row, "rejected", tokenizer, number)
         # TRL lets the tokenizer add its beginning to a text, and ends an answer where it does not end already
-        ids = tokenizer(prompt, add_special_tokens=False).input_ids
-        if tokenizer(prompt).input_ids != ids:
-            prompt = prompt.removeprefix(tokenizer.bos_token or "")
-        parts = {"prompt": prompt, "chosen": ended(chosen), "rejected": ended(rejected)}
+        parts = {"prompt": without_beginning(prompt, tokenizer), "chosen": ended(chosen), "rejected": ended(rejected)}
         return parts | {"faithful": same and also_same}
 
     def ended(answer: str) -> str:
@@ -236,7 +323,9 @@ def _faithful_pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
             return answer.rstrip()
         return answer
 
-    rendered = rows.map(in_three, with_indices=True, remove_columns=rows.column_names)
+    # said, or `datasets` would read the texts as the messages that the columns held
+    types = Features(dict.fromkeys(("prompt", *PAIR), Value("string")) | {"faithful": Value("bool")})
+    rendered = rows.map(in_three, with_indices=True, remove_columns=rows.column_names, features=types)
     if all(rendered["faithful"]):
         return rows
     return rendered.remove_columns("faithful")

@@ -27,6 +27,7 @@ from convert.teachers.teacher import first_line, read_tokenizer, recorded_teache
 from convert.train.distillation.trainer import check_vocabulary_sizes
 
 from .arguments import TeacherArguments
+from .forms import Kind, form_of
 
 DATA_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 RENAMED_TOKENS = 0.01
@@ -144,13 +145,13 @@ def check_tokens(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase)
 
 
 def load_splits(
-    script: ScriptArguments, mixture: DatasetMixtureConfig, evaluates: bool, columns: list[set[str]]
+    script: ScriptArguments, mixture: DatasetMixtureConfig, evaluates: bool, kind: Kind
 ) -> tuple[Any, Any]:
     """Training and evaluation data.
 
     Args:
         evaluates: whether a test split is needed.
-        columns: alternative sets of columns, one of which must be there.
+        kind: of data, one of whose forms the columns must have.
     """
     try:
         if mixture.datasets:
@@ -169,10 +170,7 @@ def load_splits(
                 f"The data has no split {split!r} but {', '.join(splits)}; set dataset_train_split, "
                 "dataset_test_split, or, for a list of `datasets`, test_split_size."
             )
-        found = set(splits[split].column_names)
-        if not any(alternative <= found for alternative in columns):
-            described = "; or ".join(", ".join(sorted(alternative)) for alternative in columns)
-            raise ValueError(f"The data has the columns {', '.join(sorted(found))}; needed are {described}.")
+        form_of(kind, splits[split].column_names)
         if not len(splits[split]):
             raise ValueError(f"The split {split!r} of the data is empty.")
     return splits[script.dataset_train_split], splits[script.dataset_test_split] if evaluates else None
@@ -209,16 +207,3 @@ def _cached_by_content(*names: str) -> Iterator[None]:
         yield
     finally:
         datasets.config.HF_DATASETS_CACHE = usual
-
-
-def check_completions(rows: Any, fields: tuple[str, ...]) -> None:
-    """Raise ValueError at the first row in which one of the answers `fields` is empty."""
-    for name in fields:
-        if name not in rows.column_names:
-            continue
-        for i, answer in enumerate(rows[name]):
-            if name == "messages":
-                answer = [turn for turn in answer if turn["role"] == "assistant"]
-            text = answer[-1]["content"] if isinstance(answer, list) and answer else answer
-            if not (isinstance(text, str) and text.strip()):
-                raise ValueError(f"Row {i} of the data has an empty {name}; leave such rows out.")

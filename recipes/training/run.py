@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from rich.markup import escape
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.integrations import is_fsdp_enabled
@@ -38,7 +39,8 @@ from convert.train.distillation.trainer import (  # fmt: skip
 )
 
 from .arguments import RunArguments
-from .load import check_completions, conversion_of, load_splits, load_student, side_files
+from .forms import Kind, read_rows, unused
+from .load import conversion_of, load_splits, load_student, side_files
 from .save import StageRecord, hyperparameters, try_to_write, write_checkpoint
 
 NO_PART_OF_THE_RESULT = (
@@ -129,17 +131,14 @@ class Run:
         return hashlib.sha256(json.dumps([self.stage, kept], sort_keys=True, default=str).encode()).hexdigest()
 
     def load(
-        self, script: ScriptArguments, mixture: DatasetMixtureConfig, columns: list[set[str]], answers: tuple = ()
+        self, script: ScriptArguments, mixture: DatasetMixtureConfig, kind: Kind
     ) -> tuple[Any, Any, nn.Module, PreTrainedTokenizerBase]:
-        """Rows to train and to evaluate on, the student and its tokenizer.
-
-        Args:
-            columns: alternative sets of columns, one of which the data must have.
-            answers: the columns in which no row may be empty.
-        """
-        train, held_out = load_splits(script, mixture, self.config.eval_strategy != "no", columns)
+        """Rows to train and to evaluate on in TRL's form, the student and its tokenizer."""
+        train, held_out = load_splits(script, mixture, self.config.eval_strategy != "no", kind)
         train = self.arguments.chunk_of(train)
-        check_completions(train, answers)
+        if self.state.is_main_process:
+            name_unused(train, kind)
+        train, held_out = to_both(lambda rows: read_rows(rows, kind), train, held_out)
         student, tokenizer = load_student(self.model_config)
         if not self.model_config.use_peft:
             set_trainable(student, self.arguments.trainable)
@@ -251,6 +250,12 @@ def check_adapters(model: nn.Module) -> None:
             f"of gates and decays for instance; say use_dora: false, or leave {', '.join(kinds)} out of "
             "lora_target_modules."
         )
+
+
+def name_unused(rows: Any, kind: Kind) -> None:
+    """Print a line with the columns that nothing reads, where there are any."""
+    if columns := unused(rows, kind):
+        console.print(f"[yellow]columns that nothing uses:[/] {escape(', '.join(columns))}")
 
 
 def to_both(change: Callable[[Any], Any], train: Any, held_out: Any | None) -> tuple[Any, Any | None]:

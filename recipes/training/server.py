@@ -5,6 +5,8 @@ from typing import Any
 
 from convert.teachers.teacher import first_line
 
+from .forms import Row, Turns, turns_of
+
 RETRIES = 5
 """Attempts of the client beside the first, with growing pauses, before a server counts as gone."""
 
@@ -45,9 +47,14 @@ class Server:
         self.plain = PLAIN if owners[model] in OWNERS else {}
 
     def answer(
-        self, turns: list[dict[str, str]] | str, max_tokens: int, temperature: float, seed: int
+        self, turns: Turns | str, beside: Row, max_tokens: int, temperature: float, seed: int
     ) -> dict[str, Any]:
         """{"text", "finished"}: what the model says to turns of a chat or as a text goes on, and whether it ended it.
+
+        Calls of functions are in the text, or under "tool_calls" where the server takes them out of it.
+
+        Args:
+            beside: `tools` and `chat_template_kwargs`, where the question has any.
 
         Raises:
             ValueError: the server is gone, or refuses the question.
@@ -57,8 +64,20 @@ class Server:
         if isinstance(turns, str):
             choice = self._asked(self.client.completions.create, prompt=turns, **sampling).choices[0]
             return {"text": choice.text, "finished": choice.finish_reason == "stop"}
+        if "tools" in beside:
+            sampling["tools"] = beside["tools"]
+        if "chat_template_kwargs" in beside:
+            sampling["extra_body"] = self.plain | {"chat_template_kwargs": beside["chat_template_kwargs"]}
         choice = self._asked(self.client.chat.completions.create, messages=turns, **sampling).choices[0]
-        return {"text": (choice.message.content or "").strip(), "finished": choice.finish_reason == "stop"}
+        found = {
+            "text": (choice.message.content or "").strip(),
+            "finished": choice.finish_reason in ("stop", "tool_calls"),
+        }
+        if choice.message.tool_calls:
+            given = choice.message.model_dump(include={"tool_calls"})
+            (message,) = turns_of({"role": "assistant", **given}, "answer")
+            found["tool_calls"] = message["tool_calls"]
+        return found
 
     def _asked(self, method: Any, **arguments: Any) -> Any:
         try:

@@ -4,11 +4,25 @@ import pytest
 from datasets import Dataset
 from tokenizers import processors
 
-from recipes.training.chat_format import faithful_answers, not_too_long, pairs, question_of, questions
+from recipes.training import chat_format
+from recipes.training.chat_format import not_too_long
+from recipes.training.forms import read_rows
 from tests.helpers.tiny_chat import REASONING, STRICT, chat_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "w9 w10"}, {"role": "assistant", "content": "w11 w12 w13"}
 OTHER = {"role": "assistant", "content": "w14"}
+
+
+def faithful_answers(rows, tokenizer, **options):
+    return chat_format.faithful_answers(read_rows(rows, "answers"), tokenizer, **options)
+
+
+def pairs(rows, tokenizer):
+    return chat_format.pairs(read_rows(rows, "pairs"), tokenizer)
+
+
+def questions(rows, tokenizer):
+    return chat_format.questions(read_rows(rows, "questions"), tokenizer)
 
 
 def test_a_chat_models_question_is_its_turns():
@@ -18,11 +32,10 @@ def test_a_chat_models_question_is_its_turns():
     assert questions(rows, chat_tokenizer(template=None))[1] == {"prompt": "w9 w10"}
     plain = Dataset.from_list([{"prompt": "w9"}])
     assert questions(plain, chat_tokenizer())[0] == {"prompt": [{"role": "user", "content": "w9"}]}
-    assert question_of({"instruction": "w9", "input": "w10"})[0]["content"] == "w9\n\nw10"
+    task = Dataset.from_list([{"instruction": "w9", "input": "w10"}])
+    assert questions(task, chat_tokenizer())[0]["prompt"][0]["content"] == "w9\n\nw10"
     with pytest.raises(ValueError, match="holds a question"):
         questions(Dataset.from_list([{"messages": [ANSWER]}]), chat_tokenizer())
-    with pytest.raises(ValueError, match="NoneType for its content"):
-        question_of({"messages": [{"role": "user", "content": None}]})
 
 
 def test_questions_leave_room_for_an_answer():
@@ -44,12 +57,12 @@ def said_twice(rows, prompt):
 def test_preferences_without_turns():
     named = Dataset.from_list([{"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}])
     implicit = Dataset.from_list([{"chosen": [USER, ANSWER], "rejected": [USER, OTHER], "score": 1.0}])
-    assert pairs(named, chat_tokenizer()) is named
+    assert pairs(named, chat_tokenizer())[:] == named[:]
     expected = {"prompt": "w9 w10\n\n", "chosen": "w11 w12 w13", "rejected": "w14"}
     for rows in (named, implicit, said_twice(implicit, "w9 w10")):
         assert pairs(rows, chat_tokenizer(template=None))[0] == expected
     text = Dataset.from_list([{"prompt": "w9", "chosen": "w10", "rejected": "w11"}])
-    assert pairs(text, chat_tokenizer(template=None)) is text
+    assert pairs(text, chat_tokenizer(template=None))[:] == text[:]
 
 
 ASKED, REASONED = [{"role": "user", "content": "w9"}], [{"role": "assistant", "content": "w20 w7 w21"}]
@@ -58,7 +71,7 @@ ASKED, REASONED = [{"role": "user", "content": "w9"}], [{"role": "assistant", "c
 def test_an_answer_that_the_template_would_cut_is_taken_as_it_stands():
     """As DeepSeek-R1-Distill has it: reasoning is begun by the generation prompt, and not rendered."""
     rows = Dataset.from_list([{"prompt": ASKED, "completion": REASONED}, {"prompt": ASKED, "completion": [OTHER]}])
-    assert faithful_answers(rows, chat_tokenizer()) is rows
+    assert faithful_answers(rows, chat_tokenizer())[:] == rows[:]
     first, second = faithful_answers(rows, chat_tokenizer(REASONING))
     assert first == {"input_ids": [4, 9, 6, 5, 20, 7, 21, 2], "labels": [-100] * 4 + [20, 7, 21, 2]}
     assert second["input_ids"] == [4, 9, 6, 5, 14, 2], "asked as it will be"
@@ -70,7 +83,7 @@ def test_preferences_that_the_template_would_cut_are_taken_as_they_stand():
     named = Dataset.from_list([{"prompt": ASKED, "chosen": REASONED, "rejected": [OTHER]}])
     implicit = Dataset.from_list([{"chosen": ASKED + REASONED, "rejected": [*ASKED, OTHER]}])
     for rows in (named, implicit, said_twice(implicit, "w9")):
-        assert pairs(rows, chat_tokenizer()) is rows
+        assert pairs(rows, chat_tokenizer())[:] == named[:]
         (row,) = pairs(rows, chat_tokenizer(REASONING))
         ids = {name: chat_tokenizer()(text).input_ids for name, text in row.items()}
         assert ids == {"prompt": [4, 9, 6, 5], "chosen": [20, 7, 21, 2], "rejected": [14, 2]}
@@ -109,7 +122,8 @@ BOTH = [{"role": "assistant", "content": "w14"}, *REASONED]
     ],
 )
 def test_rows_that_do_not_fit_the_template_are_named(prepare, template, row, expected):
-    fine = {name: [turn | {"content": "w9", "role": "user"} for turn in turns[-1:]] for name, turns in row.items()}
+    said = {name: USER if name == "prompt" else {"role": "assistant", "content": "w9"} for name in row}
+    fine = {name: [turn] for name, turn in said.items()}
     with pytest.raises(ValueError, match=expected):
         prepare(Dataset.from_list([fine, row]), chat_tokenizer(template))
 
@@ -119,6 +133,6 @@ def test_a_text_beside_the_messages_does_not_count():
     assert faithful_answers(rows, chat_tokenizer()).column_names == ["messages"]
 
 
-def test_messages_and_text_do_not_mix():
-    with pytest.raises(ValueError, match="Row 0 of the data has messages in one of prompt and completion"):
-        faithful_answers(Dataset.from_list([{"prompt": ASKED, "completion": "w9"}]), chat_tokenizer())
+def test_a_text_beside_messages_is_a_message():
+    (row,) = faithful_answers(Dataset.from_list([{"prompt": ASKED, "completion": "w9"}]), chat_tokenizer())
+    assert row == {"prompt": ASKED, "completion": [{"role": "assistant", "content": "w9"}]}

@@ -177,7 +177,7 @@ def test_a_question_that_the_template_refuses_is_named(tmp_path):
         (("--max_prompt_length", "1"), "No prompt is left"),
         (("--test_share", "1"), r"\[0, 1\)"),
         (("--dataset_name", "/nowhere.jsonl"), "cannot be read"),
-        (("--dataset_name", "picture.jsonl"), "has list for its content"),
+        (("--dataset_name", "picture.jsonl"), "part of type .image., where only text is read"),
         (("--config", "broken.yaml"), "do not parse"),
     ],
 )
@@ -201,7 +201,7 @@ def test_rows_are_those_of_the_folder_that_is_named(teacher, prompts, tmp_path, 
         rows = load_named(str(tmp_path / folder / "data"))["train"]
         assert {row["completion"][0]["content"] for row in rows} == {f"w{token}"}
         mixture = DatasetMixtureConfig(datasets=[{"path": str(tmp_path / folder / "data")}])
-        mixed, _ = load_splits(ScriptArguments(), mixture, False, [{"prompt"}])
+        mixed, _ = load_splits(ScriptArguments(), mixture, False, "questions")
         assert {row["completion"][0]["content"] for row in mixed} == {f"w{token}"}
 
 
