@@ -3,9 +3,9 @@
     python -m recipes.dpo --config recipes/configs/llamba/dpo.yaml [--any_key value ...]
 
 The reference is the teacher (`reference: teacher`, Wang et al. 2024 keep it close to the original model) or the
-student as it was (`reference: student`). Data: `prompt`, `chosen` and `rejected`, or the latter two with the prompt in
-them. `precompute_ref_log_probs: true` runs the reference once and lets it go. Keys: TRL's DPOConfig, ModelConfig and
-data arguments, TeacherArguments and RunArguments in recipes/training/arguments.py.
+student as it was (`reference: student`). Data: `chosen` and `rejected` with `prompt`, `question`, or the question in
+them (docs/guide/training.md). `precompute_ref_log_probs: true` runs the reference once and lets it go. Keys: TRL's
+DPOConfig, ModelConfig and data arguments, TeacherArguments and RunArguments in recipes/training/arguments.py.
 """
 
 from dataclasses import dataclass, field

@@ -2,10 +2,10 @@
 
     python -m recipes.seqkd --config recipes/configs/llamba/seqkd.yaml [--any_key value ...]
 
-Prompts: `messages` (up to the first answer), `prompt` (a text or messages), or `instruction` and `input`. Answers are
-generated in batches with the teacher's chat template, written as they come, and, when all are there, put in place as
-a folder that `dataset_name:` of the other recipes takes: train.jsonl, test.jsonl, README.md. Interrupted, the same
-command goes on. Every batch has its own seed, so that makes no difference to the result.
+Prompts: the questions in data of any form that docs/guide/training.md lists, with a row's tools. Answers are generated
+in batches with the teacher's chat template, written as they come, and, when all are there, put in place as a folder
+that `dataset_name:` of the other recipes takes: train.jsonl, test.jsonl, README.md. Interrupted, the same command goes
+on. Every batch has its own seed, so that makes no difference to the result.
 
 With `--server http://HOST:PORT/v1` the answers are made by whatever serves the teacher there and speaks OpenAI's
 protocol, `--concurrency` at a time; of the teacher itself only the tokenizer is read here.

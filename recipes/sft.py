@@ -5,7 +5,7 @@
 
 The keys are those of TRL's ScriptArguments, SFTConfig, ModelConfig (LoRA among them) and DatasetMixtureConfig, and of
 TeacherArguments, LossArguments and RunArguments in recipes/training/arguments.py. Data: `messages`, `prompt` and
-`completion`, or `text`. The finished model lies in output_dir; checkpoints in OUTPUT_DIR.work, from which the same
+`completion`, `text`, and other forms that docs/guide/training.md lists. The finished model lies in output_dir; checkpoints in OUTPUT_DIR.work, from which the same
 command goes on after an interruption.
 """
 

@@ -5,6 +5,8 @@ makes of every row is compared with the row: what would be lost is kept, or the 
 """
 
 import copy
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +25,7 @@ SAID = ("content", "reasoning_content", "reasoning", "thinking")
 STRUCTURE = ("role", "type", "id", "tool_call_id")
 """Fields that say how the others belong together, which templates say by their order."""
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-"""What a chat template raises where it does not take a row."""
+"""Errors of a chat template that does not take a row."""
 Path = tuple[str | int, ...]
 
 
@@ -127,10 +129,9 @@ def render(
 def checked(
     asked: Turns, tokenizer: PreTrainedTokenizerBase, number: int, row: Row, answered: Turns, **options: Any
 ) -> str:
-    """Text of a question and what is answered, in which stands all that the row says.
+    """Text of a question and what is answered, in which all that the row says has to show.
 
-    Earlier reasoning alone may be missing from the question: templates leave it out on purpose, also when the model is
-    asked. Texts of users have to be there as they are. Everything else is changed, to see whether the rendering is.
+    Texts of users have to be there as they are. All other texts and numbers are changed, which must change the text.
 
     Raises:
         ValueError: the template refuses the row, or leaves out part of it.
@@ -143,41 +144,32 @@ def checked(
                 f"The chat template leaves out part of what the {turn['role']} says in row {number} of the data; "
                 "leave such rows out."
             )
-    said = {
-        "message": turns,
-        "tool": [{"name": tool.get("function", tool).get("name")} for tool in row.get("tools") or []],
-        "document": (row.get("chat_template_kwargs") or {}).get("documents"),
-    }
-    leaves = {path: leaf for path, leaf in _leaves(said).items() if not _said_elsewhere(path, turns, len(asked))}
+    options |= row.get("chat_template_kwargs") or {}
+    said = {"message": turns, "tool": row.get("tools"), "document": options.get("documents")}
+    leaves = {path: leaf for path, leaf in _leaves(said).items() if _has_to_show(path, turns, len(asked))}
     leaves |= _ids_out_of_order(turns)
     roles = {turn["role"] for turn in turns}
     if "tool" not in roles and all(path[0] == "message" and path[2] == "content" for path in leaves):
         return text
 
-    def changed(changes: Mapping[Path, Any]) -> str | None:
-        new = copy.deepcopy(said | {"row": row})
+    def changed(changes: Mapping[Path, Any]) -> str:
+        new = copy.deepcopy(said)
         for path, value in changes.items():
-            place = new
-            for key in path[:-1]:
-                place = place[key]
-            place[path[-1]] = value
-        for tool, given in zip(new["tool"], new["row"].get("tools") or [], strict=True):
-            given.get("function", given).update(tool)
-        if new["document"]:
-            new["row"]["chat_template_kwargs"]["documents"] = new["document"]
+            functools.reduce(operator.getitem, path[:-1], new)[path[-1]] = value
+        others = {"tools": new["tool"], "chat_template_kwargs": options | {"documents": new["document"]}}
         try:
-            return render(new["message"], tokenizer, number, new["row"], **options)
+            return render(new["message"], tokenizer, number, others)
         except ValueError:
-            return None  # what a template refuses it has read
+            return ""  # what a template refuses it has read
 
     marks = {path: f"zq{i}zq" for i, path in enumerate(leaves)}
-    marked = changed(marks) or ""
+    marked = changed(marks)
     for path, mark in marks.items():
         other = not leaves[path] if isinstance(leaves[path], bool) else mark
         if mark not in marked and changed({path: other}) == text:
             raise ValueError(
                 f"The chat template leaves out {'.'.join(map(str, path[2:]))} of {path[0]} {path[1]} in row {number} "
-                "of the data; take a template that renders it, take it out of the data, or leave such rows out."
+                "of the data; take a template that renders it, say it in the content, or leave such rows out."
             )
     return text
 
@@ -193,23 +185,25 @@ def _leaves(said: Any, path: Path = ()) -> dict[Path, Any]:
     return {place: leaf for key, value in items for place, leaf in _leaves(value, (*path, key)).items()}
 
 
-def _said_elsewhere(path: Path, turns: Turns, asked: int) -> bool:
-    """Return True for earlier reasoning, left out when a model is asked, too, and for names of functions called.
+def _has_to_show(path: Path, turns: Turns, asked: int) -> bool:
+    """Return False for what may be missing from a rendering.
+
+    These are earlier reasoning and parts of a function's schema, which are missing when the model is asked, too, and
+    the name of a result that its call has.
 
     Args:
         asked: number of the messages that are a question.
     """
-    if path[0] != "message":
-        return False
-    turn = turns[path[1]]
-    called = [call["function"]["name"] for each in turns for call in each.get("tool_calls") or ()]
-    return (path[1] < asked and path[2] in SAID[1:]) or (
-        turn["role"] == "tool" and path[2] == "name" and turn["name"] in called
-    )
+    if path[0] == "tool":
+        return path[2:] in (("name",), ("function", "name"))
+    if path[0] == "message" and path[2] == "name" and turns[path[1]]["role"] == "tool":
+        calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls") or ()]
+        return turns[path[1]]["name"] not in calls
+    return path[0] != "message" or path[1] >= asked or path[2] not in SAID[1:]
 
 
 def _ids_out_of_order(turns: Turns) -> dict[Path, Any]:
-    """Ids of results, where results do not come in the order of their calls, which templates go by."""
+    """Ids of results that do not come in the order of their calls, by which templates go."""
     ids = [call.get("id") for turn in turns for call in turn.get("tool_calls") or ()]
     results = {("message", i, "tool_call_id"): turn.get("tool_call_id") for i, turn in enumerate(turns)}
     results = {path: of for path, of in results.items() if of is not None and of in ids}

@@ -13,7 +13,7 @@ from trl import extract_prompt
 Row = dict[str, Any]
 Turns = list[dict[str, Any]]
 Kind = Literal["answers", "pairs", "questions"]
-"""What a recipe learns from: answers (SFT), pairs of them (DPO), or questions that a model answers (SeqKD)."""
+"""Kinds of data: answers to learn (SFT), pairs of them (DPO), questions that a model answers (SeqKD, on-policy)."""
 
 BETWEEN_TURNS = "\n\n"
 ROLES = {
@@ -179,7 +179,7 @@ def _asked(row: Row, form: Form) -> Row:
 
 
 def _question(row: Row, form: Form) -> Turns | str:
-    """What is asked: a text if it is a `prompt` in words without a system message beside it, else messages."""
+    """A row's question: a text if it is a `prompt` in words without a column `system` beside it, else messages."""
     value = row[form.question]
     if not isinstance(value, str | None) or form.question in ("messages", "conversations"):
         return _with_system(turns_of(value, form.question), row)

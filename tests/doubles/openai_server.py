@@ -10,7 +10,8 @@ class OpenAIServer:
 
     Args:
         models: the names that it lists. lost_after: so many questions are answered, the others as by a server that
-            was killed; None: all. wait: seconds that an answer takes. owner: the program that serves.
+            was killed; None: all. wait: seconds that an answer takes. owner: the program that serves. calls: of
+            functions, which take the place of the answer's text.
     """
 
     def __init__(
@@ -19,11 +20,13 @@ class OpenAIServer:
         lost_after: int | None = None,
         wait: float = 0.0,
         owner: str = "someone",
+        calls: list[dict] | None = None,
     ):
         self.models = models
         self.lost_after = lost_after
         self.wait = wait
         self.owner = owner
+        self.calls = calls
         self.asked: list[dict] = []
         self.together = 0
         self._running = 0
@@ -81,6 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
         reason = "stop" if len(words) <= asked["max_tokens"] else "length"
         choice = {"index": 0, "finish_reason": reason}
         choice |= {"message": {"role": "assistant", "content": given}} if is_chat else {"text": f" {given}"}
+        if self.state.calls:
+            message = {"role": "assistant", "content": None, "tool_calls": self.state.calls}
+            choice |= {"finish_reason": "tool_calls", "message": message}
         self.state.end()
         self._reply({"id": "0", "created": 0, "model": asked["model"], "choices": [choice]})
 

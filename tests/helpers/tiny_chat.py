@@ -25,6 +25,15 @@ STRICT = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
 )
 """As Gemma's."""
+TOOLS = (
+    "{% for t in tools or [] %}{{ 'w8 ' + t['function']['name'] + ' ' }}{% endfor %}"
+    "{% for m in messages %}{{ {'user': 'w4 ', 'tool': 'w7 '}.get(m['role'], 'w5 ') }}{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}"
+    "{{ ' w9 ' + c['function']['name'] + ' ' + c['function']['arguments'].values() | join(' ') }}{% endfor %}"
+    "{{ ' </s> ' if m['role'] == 'assistant' else ' w6 ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w5 ' + mood | default('') }}{% endif %}"
+)
+"""With functions, their calls and results."""
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 
 

@@ -10,7 +10,15 @@ from trl import DatasetMixtureConfig, ScriptArguments
 from convert.io.folder import mark
 from recipes import seqkd
 from recipes.training.load import load_named, load_splits
-from tests.helpers.tiny_chat import REASONING, STRICT, chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
+from tests.helpers.tiny_chat import (  # fmt: skip
+    REASONING,
+    STRICT,
+    TOOLS,
+    chat_tokenizer,
+    common_arguments,
+    save_chat_teacher,
+    save_hybrid,
+)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +167,54 @@ def test_reasoning_that_the_template_would_cut_is_trained_on(prompts, tmp_path, 
         for row in rows:
             assert row["input_ids"][-6:] == [6, 5, 20, 7, 21, 2]
             assert row["labels"][-5:] == [-100, 20, 7, 21, 2]
+
+
+def test_tools_are_asked_with_and_trained_with(tmp_path, monkeypatch, capsys):
+    """By SeqKD, SFT of its answers and on-policy distillation, as the teacher's template has them."""
+    from recipes import distillation, sft
+    from recipes.training.run import Run
+
+    teacher = save_chat_teacher(tmp_path / "teacher", template=TOOLS)
+    hybrid = save_hybrid(teacher, tmp_path / "hybrid")
+    tool = {"type": "function", "function": {"name": "w30", "parameters": {"type": "object"}}}
+    asked = [{"role": "user", "content": "w20"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "w30", "arguments": {"w31": "w32"}}]}
+    rows = [
+        {"messages": [*asked, call], "tools": [tool], "weight": 1},
+        {"messages": [*asked, call], "tools": None},
+        {"messages": [*asked, call], "chat_template_kwargs": {"mood": "w33"}},
+    ]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, seen, answer = [], [], "w9 w30 w32"
+
+    def answered(self, batch):
+        prompts.extend(batch)
+        return [[9, 30, 32, 2] for _ in batch]
+
+    monkeypatch.setattr(seqkd.Answerer, "__call__", answered)
+    seqkd.main(arguments(teacher, tmp_path / "train.jsonl", tmp_path / "data", "--test_share", "0"))
+    assert "columns that nothing uses: weight\n" in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(hybrid)
+    options = [{"tools": [tool]}, {}, {"mood": "w33"}]
+    asks = [tokenizer.apply_chat_template(asked, add_generation_prompt=True, **more)["input_ids"] for more in options]
+    assert sorted(prompts) == sorted(asks)
+    assert len({tuple(ids) for ids in asks}) == 3
+    written = [json.loads(line) for line in (tmp_path / "data" / "train.jsonl").read_text().splitlines()]
+    said = [{"role": "assistant", "content": answer}]
+    assert written == [
+        {"prompt": asked, "completion": said, "tools": [tool]},
+        {"prompt": asked, "completion": said},
+        {"prompt": asked, "completion": said, "chat_template_kwargs": {"mood": "w33"}},
+    ]
+    monkeypatch.setattr(Run, "train", lambda self, trainer, *others: seen.append(trainer))
+    without = ("--eval_strategy", "no")
+    sft.main(common_arguments(hybrid, teacher, tmp_path / "data", tmp_path / "sft", *without))
+    trained = [row["input_ids"] for row in seen[0].train_dataset]
+    assert trained == [ids + [9, 30, 32, 2] for ids in asks]
+    without += ("--max_completion_length", "4")
+    distillation.main(common_arguments(hybrid, teacher, tmp_path / "train.jsonl", tmp_path / "on", *without))
+    assert [tokenizer(row["prompt"]).input_ids for row in seen[1].train_dataset] == asks
 
 
 def test_a_question_that_the_template_refuses_is_named(tmp_path):

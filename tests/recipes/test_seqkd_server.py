@@ -10,7 +10,7 @@ from recipes import seqkd
 from recipes.training import server as module
 from recipes.training.load import load_named
 from tests.doubles.openai_server import OpenAIServer
-from tests.helpers.tiny_chat import chat_tokenizer, save_chat_teacher
+from tests.helpers.tiny_chat import TOOLS, chat_tokenizer, save_chat_teacher
 
 COUNT = 12
 needs_client = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="openai is not installed")
@@ -59,6 +59,24 @@ def test_every_question_is_answered_several_at_once(teacher, prompts, tmp_path):
     assert all(asked["model"] == "teacher" and asked["temperature"] == 0.5 for asked in server.asked)
     assert len({asked["seed"] for asked in server.asked}) == COUNT
     assert "Answers of teacher" in (tmp_path / "out" / "README.md").read_text()
+
+
+@needs_client
+def test_tools_go_to_the_server_and_calls_come_back(tmp_path):
+    """Calls that a server takes out of the text are written as such, with an object for their arguments."""
+    teacher = save_chat_teacher(tmp_path / "teacher", template=TOOLS)
+    tool = {"type": "function", "function": {"name": "w30", "parameters": {"type": "object"}}}
+    row = {"prompt": "w9", "tools": [tool], "chat_template_kwargs": {"mood": "w33"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    call = {"id": "a", "type": "function", "function": {"name": "w30", "arguments": '{"w31": "w32"}'}}
+    with OpenAIServer(calls=[call]) as server:
+        answered(teacher, tmp_path / "rows.jsonl", tmp_path / "out", server, "--test_share", "0")
+    assert server.asked[0]["tools"] == [tool]
+    assert server.asked[0]["chat_template_kwargs"] == {"mood": "w33"}
+    (written,) = load_named(str(tmp_path / "out"))["train"]
+    call["function"]["arguments"] = {"w31": "w32"}
+    assert written["completion"] == [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert written["tools"] == [tool]
 
 
 @needs_client

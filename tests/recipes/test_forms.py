@@ -1,0 +1,364 @@
+"""Users' data in every form, through the templates of many families: rendered whole, or refused by number."""
+
+import json
+from pathlib import Path
+
+import pytest
+import trl
+from datasets import Dataset, load_dataset
+
+from recipes import dpo, seqkd, sft
+from recipes.training.chat_format import faithful_answers, pairs, questions
+from recipes.training.forms import read_rows, unused
+from tests.helpers.tiny_chat import TOOLS, chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
+
+FAMILIES = (
+    "llama3", "llama3_1", "qwen2_5", "qwen3", "gemma", "gemma4", "phi3", "deepseek_r1_distill", "gptoss", "glm4moe",
+    "cohere", "lfm2_2_5", "nemotron_3_nano",
+)  # fmt: skip
+CALLING = ("llama3_1", "qwen2_5", "qwen3", "gemma4", "gptoss", "glm4moe", "lfm2_2_5", "nemotron_3_nano")
+"""Families whose templates render calls of functions."""
+
+
+def tokenizer_of(family):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text()
+    return tokenizer
+
+
+def rows_of(*rows):
+    return Dataset.from_list(list(rows), on_mixed_types="use_json")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(name, /, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED, CHOSEN, REJECTED = user("Why?"), assistant("Because."), assistant("No idea.")
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Tells it.", "parameters": {"type": "object", "properties": {}}},
+}
+CALLED = [
+    user("Oslo?"),
+    assistant(None, tool_calls=[call("weather", city="Oslo")]),
+    {"role": "tool", "content": "sun"},
+]
+TALK = [*CALLED, assistant("Sunny in Oslo.")]
+READ_CALLS = [CALLED[0], CALLED[1] | {"content": ""}, *TALK[2:]]
+
+ANSWERED = {"prompt": [ASKED], "completion": [CHOSEN]}
+PAIR = {"prompt": [ASKED], "chosen": [CHOSEN], "rejected": [REJECTED]}
+
+
+@pytest.mark.parametrize(
+    "kind, row, expected",
+    [
+        ("answers", {"messages": [ASKED, CHOSEN], "prompt": "Why?"}, {"messages": [ASKED, CHOSEN]}),
+        ("answers", {"text": "Why?"}, {"text": "Why?"}),
+        ("answers", {"prompt": "Why?", "completion": "So."}, {"prompt": "Why?", "completion": "So."}),
+        ("answers", {"prompt": "Why?", "completion": [CHOSEN]}, ANSWERED),
+        ("answers", {"prompt": [ASKED], "completion": "Because."}, ANSWERED),
+        ("answers", {"prompt": [ASKED], "completion": [ASKED, CHOSEN]}, ANSWERED),
+        (
+            "answers",
+            {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
+            {"messages": [ASKED, CHOSEN]},
+        ),
+        (
+            "answers",
+            {"conversations": [{"from": "User", "value": "Why?"}, {"from": "bot", "value": "A"}], "system": "Brief."},
+            {"messages": [SYSTEM | {"content": "Brief."}, ASKED, assistant("A")]},
+        ),
+        (
+            "answers",
+            {
+                "conversations": [
+                    {"from": "human", "value": "Oslo?"},
+                    {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+                    {"from": "observation", "value": "sun"},
+                    {"from": "chatgpt", "value": "Sunny in Oslo."},
+                ],
+                "tools": json.dumps([TOOL["function"]]),
+            },
+            {"messages": READ_CALLS, "tools": [TOOL]},
+        ),
+        ("answers", {"instruction": "Why?", "input": "", "output": "Because."}, ANSWERED),
+        (
+            "answers",
+            {"instruction": "Why?", "input": "It is.", "output": "Because.", "system": "Be brief."},
+            {"prompt": [SYSTEM, user("Why?\n\nIt is.")], "completion": [CHOSEN]},
+        ),
+        (
+            "answers",
+            {"messages": [user([{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]), CHOSEN]},
+            {"messages": [ASKED, CHOSEN]},
+        ),
+        (
+            "answers",
+            {"messages": [ASKED, assistant(None, function_call={"name": "f", "arguments": '{"a": null}'})]},
+            {"messages": [ASKED, assistant("", tool_calls=[call("f", a=None)])]},
+        ),
+        ("answers", {"messages": TALK, "documents": [{"text": "d"}]},
+         {"messages": READ_CALLS, "chat_template_kwargs": {"documents": [{"text": "d"}]}}),
+        ("pairs", PAIR, PAIR),
+        ("pairs", {"chosen": [ASKED, CHOSEN], "rejected": [ASKED, REJECTED]}, PAIR),
+        ("pairs", {"prompt": "Why?", "chosen": [ASKED, CHOSEN], "rejected": [ASKED, REJECTED]}, PAIR),
+        ("pairs", {"prompt": [ASKED], "chosen": [ASKED, CHOSEN], "rejected": [ASKED, REJECTED]}, PAIR),
+        ("pairs", {"prompt": "Why?", "chosen": [CHOSEN], "rejected": [REJECTED]}, PAIR),
+        ("pairs", {"chosen": [ASKED, CHOSEN], "rejected": [ASKED, CHOSEN]}, PAIR | {"rejected": [CHOSEN]}),
+        (
+            "pairs",
+            {"system": "Be brief.", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
+            PAIR | {"prompt": [SYSTEM, ASKED]},
+        ),
+        ("pairs", {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."}, PAIR),
+        (
+            "pairs",
+            {"conversations": [{"from": "human", "value": "Why?"}], "chosen": CHOSEN, "rejected": REJECTED},
+            PAIR,
+        ),
+        (
+            "pairs",
+            {"chosen": "Why? Yes.", "rejected": "Why? No."},
+            {"prompt": "Why?", "chosen": " Yes.", "rejected": " No."},
+        ),
+        ("questions", {"messages": TALK, "tools": [TOOL]}, {"prompt": [CALLED[0]], "tools": [TOOL]}),
+        ("questions", {"prompt": "Why?", "completion": "So."}, {"prompt": [ASKED]}),
+        ("questions", {"system": "Be brief.", "question": "Why?"}, {"prompt": [SYSTEM, ASKED]}),
+        ("questions", {"instruction": "Why?", "output": "So."}, {"prompt": [ASKED]}),
+    ],
+)  # fmt: skip
+def test_a_form_is_read_as_trls(kind, row, expected):
+    assert read_rows(rows_of(row), kind)[0] == expected
+
+
+@pytest.mark.parametrize(
+    "kind, row, expected",
+    [
+        ("answers", {"messages": None}, "has no messages"),
+        ("answers", {"messages": []}, "has no messages"),
+        ("answers", {"messages": [ASKED, None]}, "NoneType in the place of a message"),
+        ("answers", {"messages": [ASKED, {"role": "assistant"}]}, "a message without content"),
+        ("answers", {"messages": [ASKED]}, "has an empty messages"),
+        ("answers", {"messages": [ASKED, assistant(" ")]}, "has an empty messages"),
+        ("answers", {"conversations": [{"from": "narrator", "value": "a"}]}, "role 'narrator', where user, .*gpt"),
+        ("answers", {"messages": [user([{"type": "image"}]), CHOSEN]}, "a part of type 'image'"),
+        ("answers", {"messages": [user(3), CHOSEN]}, "int for its content"),
+        ("answers", {"messages": [ASKED, {"from": "function_call", "value": "f("}]}, "function call that is no JSON"),
+        ("answers", {"messages": [ASKED, assistant("", tool_calls=[{"id": "a"}])]}, "a function call without a name"),
+        ("answers", {"messages": [ASKED, assistant("", tool_calls=[{"name": "f", "arguments": "3"}])]}, "JSON object"),
+        ("answers", {"messages": [ASKED, CHOSEN], "tools": "weather"}, "tools that is no JSON"),
+        ("answers", {"messages": [SYSTEM, ASKED, CHOSEN], "system": "Be long."}, "one system message in its column"),
+        ("answers", {"text": None}, "has no text"),
+        ("pairs", {"chosen": [CHOSEN], "rejected": [REJECTED]}, "has no prompt"),
+        ("pairs", {"chosen": [ASKED, CHOSEN], "rejected": [user("What?"), REJECTED]}, "answers to two questions"),
+        ("pairs", {"prompt": [user("Who?")], "chosen": [ASKED, CHOSEN], "rejected": [ASKED, CHOSEN]}, "another q"),
+        ("pairs", {"prompt": "Why?", "chosen": [CHOSEN], "rejected": None}, "has no rejected"),
+        ("questions", {"messages": None}, "has no messages"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_number(kind, row, expected):
+    fine = {"answers": {"messages": [ASKED, CHOSEN], "conversations": [ASKED, CHOSEN], "text": "a"}, "pairs": PAIR}
+    fine = {name: fine.get(kind, fine["answers"]).get(name) for name in row}
+    if kind == "pairs" and "prompt" not in row:
+        fine = {name: [ASKED, turns[0]] for name, turns in fine.items()}
+    with pytest.raises(ValueError, match=f"^Row 1 of the data .*{expected}.*leave them out.$"):
+        read_rows(rows_of(fine, row), kind)
+
+
+def test_a_prompt_that_is_empty_in_every_row():
+    with pytest.raises(ValueError, match="prompt is empty in every row .* as question"):
+        read_rows(rows_of({"chosen": "A.", "rejected": "No.", "asked": "Why?"}), "pairs")
+    with pytest.raises(ValueError, match="prompt is empty in every row"):
+        read_rows(rows_of({"prompt": "", "completion": "A."}), "answers")
+
+
+@pytest.mark.parametrize(
+    "kind, row, expected",
+    [
+        ("answers", {"messages": [ASKED, CHOSEN], "weight": 1, "system": "Be brief."}, ["weight"]),
+        ("answers", {"prompt": "Why?", "completion": "So.", "tools": "[]", "source": "a"}, ["tools", "source"]),
+        ("answers", PAIR | {"messages": [ASKED, CHOSEN], "prompt": "Why?"}, ["chosen", "rejected"]),
+        ("answers", {"input_ids": [3], "labels": [3], "length": 1}, ["length"]),
+        ("pairs", {"chosen": "A. B", "rejected": "A. C", "asked": "Why?"}, ["asked"]),
+        ("pairs", {"system": "", "question": "Why?", "chosen": "A.", "rejected": "B."}, []),
+        ("questions", {"instruction": "Why?", "input": "", "output": "So.", "tools": "[]", "id": 1}, ["id"]),
+    ],
+)
+def test_columns_that_nothing_uses(kind, row, expected):
+    assert unused(rows_of(row), kind) == expected
+
+
+def test_keys_that_arrow_adds_are_not_said(tmp_path):
+    """All structs of a column have one another's keys; a row of JSON keeps its own, nulls included."""
+    other = [ASKED, assistant("", tool_calls=[call("time", zone="CET", at=None)])]
+    rows = [{"messages": TALK, "tools": [TOOL]}, {"messages": other, "tools": None}]
+    (filled, _) = read_rows(Dataset.from_list(rows), "answers")
+    assert filled == {"messages": READ_CALLS, "tools": [TOOL]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, kept = read_rows(load_dataset("json", data_files=str(tmp_path / "rows.jsonl"))["train"], "answers")
+    assert kept == {"messages": other, "tools": None}
+
+
+FORMS = {
+    "messages": {"messages": [ASKED, CHOSEN]},
+    "prompt and completion": ANSWERED,
+    "ShareGPT": {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
+    "Alpaca": {"instruction": "Why?", "input": "", "output": "Because."},
+    "UltraFeedback": {"prompt": "Why?", "chosen": [ASKED, CHOSEN], "rejected": [ASKED, REJECTED]},
+    "orca": {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_forms_become_what_the_template_makes_of_messages(family):
+    tokenizer = tokenizer_of(family)
+    asked = tokenizer.apply_chat_template([ASKED], add_generation_prompt=True, tokenize=False)
+    for name, row in FORMS.items():
+        if "chosen" in row:
+            found = pairs(read_rows(rows_of(row), "pairs"), tokenizer)[0]
+            if isinstance(found["prompt"], str):  # where the template begins no answer as it asks for one
+                assert found["prompt"] == asked, name
+                assert found["chosen"].startswith("Because."), name
+            else:
+                assert found == PAIR, name
+        else:
+            found = faithful_answers(read_rows(rows_of(row), "answers"), tokenizer)[0]
+            expected = tokenizer.apply_chat_template([ASKED, CHOSEN])["input_ids"]
+            if "input_ids" in found:
+                expected = tokenizer(asked + "Because.", add_special_tokens=False).input_ids
+                assert found["input_ids"][: len(expected) - 1] == expected[:-1], name
+            else:
+                turns = found.get("messages") or found["prompt"] + found["completion"]
+                assert tokenizer.apply_chat_template(turns)["input_ids"] == expected, name
+        if name != "orca":
+            assert questions(read_rows(rows_of(row), "questions"), tokenizer)[0] == {"prompt": [ASKED]}, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ("answers", "completion", "pairs"))
+def test_calls_are_rendered_or_refused(kind, family):
+    """Also where the words of a call stand elsewhere, as the city does here."""
+    tokenizer = tokenizer_of(family)
+    other = assistant(None, tool_calls=[call("weather", city="Rome")])
+    row = {
+        "answers": {"messages": TALK},
+        "completion": {"prompt": CALLED[:1], "completion": TALK[1:2]},
+        "pairs": {"prompt": CALLED[:1], "chosen": TALK[1:2], "rejected": [other]},
+    }[kind] | {"tools": [TOOL]}
+    prepare = {"pairs": pairs}.get(kind, faithful_answers)
+    rows = read_rows(rows_of(row), "pairs" if kind == "pairs" else "answers")
+    if family not in CALLING or (kind != "answers" and family == "nemotron_3_nano"):  # which begins to reason if asked
+        with pytest.raises(ValueError, match="row 0 of the data|^Row 0 of the data does not fit the chat template"):
+            prepare(rows, tokenizer)
+        return
+    found = prepare(rows, tokenizer)[0]
+    text = str(found)
+    if kind == "answers":
+        text = tokenizer.apply_chat_template(found["messages"], tools=found["tools"], tokenize=False)
+        assert "sun" in text
+    assert "weather" in text
+    assert text.count("Oslo") >= 2
+    if kind == "pairs":
+        assert "Rome" in str(found["rejected"])
+        assert found["chosen"] != found["rejected"]
+
+
+@pytest.mark.parametrize(
+    "family, row, expected",
+    [
+        ("llama3", {"messages": [ASKED, CHOSEN], "tools": [TOOL]}, "function.name of tool 0 in row 0"),
+        ("llama3_1", {"messages": [CALLED[0], assistant("Oslo?", tool_calls=[call("weather")])]},
+         "content of message 1 in row 0"),
+        ("phi3", {"messages": [ASKED, {"role": "tool", "content": "W"}, CHOSEN]}, "content of message 1 in row 0"),
+        ("qwen2_5", {"messages": [ASKED | {"name": "Why"}, CHOSEN]}, "name of message 0 in row 0"),
+        ("qwen2_5", {"messages": [ASKED, CHOSEN | {"weight": 0}]}, "weight of message 1 in row 0"),
+        ("qwen2_5", {"messages": [ASKED, assistant("Because.", reasoning_content="Why?")]}, "reasoning_content of"),
+        ("qwen2_5", {"messages": [ASKED, CHOSEN], "documents": [{"text": "Why?"}]}, "text of document 0"),
+        ("qwen3", {"messages": [ASKED, assistant("", tool_calls=[call("f") | {"id": "a"}, call("f") | {"id": "b"}]),
+                                *({"role": "tool", "content": "W", "tool_call_id": i} for i in "ba"), CHOSEN]},
+         "tool_call_id of message 2"),
+    ],
+)  # fmt: skip
+def test_whatever_the_template_leaves_out_is_named(family, row, expected):
+    rows = read_rows(rows_of(row), "answers")
+    with pytest.raises(ValueError, match=f"The chat template leaves out {expected}.*leave such rows out"):
+        faithful_answers(rows, tokenizer_of(family))
+
+
+def test_what_has_not_to_be_rendered():
+    """Ids in order, a result's name that its call has, arguments that are called as fields of messages are."""
+    turns = [ASKED, assistant("", tool_calls=[call("f", id=1, ok=True) | {"id": "a"}])]
+    turns += [{"role": "tool", "content": '{"a": "b"}', "tool_call_id": "a", "name": "f"}, CHOSEN]
+    for family in CALLING:
+        rows = read_rows(rows_of({"messages": turns}), "answers")
+        assert faithful_answers(rows, tokenizer_of(family)).column_names == ["messages"], family
+    reasoned = [ASKED, assistant("Because.", reasoning_content="Hm."), user("How?")]
+    rows = read_rows(rows_of({"prompt": reasoned, "completion": [CHOSEN]}), "answers")
+    assert faithful_answers(rows, tokenizer_of("qwen3"))[0]["prompt"] == reasoned
+
+
+def test_texts_alone_without_a_chat_template():
+    plain = chat_tokenizer(template=None)
+    rows = read_rows(rows_of(FORMS["Alpaca"]), "answers")
+    assert faithful_answers(rows, plain)[0] == {"prompt": "Why?\n\n", "completion": "Because."}
+    rows = read_rows(rows_of(FORMS["orca"]), "pairs")
+    assert pairs(rows, plain)[0] == {"prompt": "Why?\n\n", "chosen": "Because.", "rejected": "No idea."}
+    for row in ({"prompt": CALLED[:1], "completion": TALK[1:2]}, ANSWERED | {"tools": [TOOL]}):
+        with pytest.raises(ValueError, match="Row 0 of the data says more than texts"):
+            faithful_answers(read_rows(rows_of(row), "answers"), plain)
+    with pytest.raises(ValueError, match="no chat template for messages"):
+        faithful_answers(read_rows(rows_of(FORMS["messages"]), "answers"), plain)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forms")
+    teacher = save_chat_teacher(folder / "teacher", template=TOOLS)
+    return teacher, save_hybrid(teacher, folder / "hybrid")
+
+
+SHARED = [
+    {"from": "human", "value": "w9 w10"},
+    {"from": "function_call", "value": '{"name": "w30", "arguments": {"w31": 3}}'},
+    {"from": "observation", "value": "w11"}, {"from": "gpt", "value": "w12 w13"},
+]  # fmt: skip
+REAL = {
+    "ShareGPT": (sft, {"conversations": SHARED, "tools": json.dumps([{"name": "w30"}])}),
+    "Alpaca": (sft, {"instruction": "w9", "input": "w10", "output": "w11 w12", "weight": 2}),
+    "call": (sft, {"prompt": CALLED[:1], "completion": [CALLED[1]], "tools": [TOOL]}),
+    "orca": (dpo, {"system": "w8", "question": "w9 w10", "chosen": "w11", "rejected": "w12 w13"}),
+    "UltraFeedback": (dpo, FORMS["UltraFeedback"] | {"messages": [ASKED, CHOSEN], "score_chosen": 1.0}),
+    "calls": (
+        dpo,
+        {"chosen": TALK[:2], "rejected": [TALK[0], assistant("", tool_calls=[call("f")])], "tools": [TOOL]},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", REAL)
+def test_a_run_with_data_of_each_form(form, world, tmp_path, capsys):
+    recipe, row = REAL[form]
+    teacher, hybrid = world
+    data = tmp_path / "data"
+    data.mkdir()
+    for split in ("train", "test"):
+        (data / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    report = recipe.main(common_arguments(hybrid, teacher, data, tmp_path / "out"))
+    assert report["after"]["eval_loss"] < report["before"]["eval_loss"]
+    named = {"Alpaca": "weight", "UltraFeedback": "messages, score_chosen"}.get(form)
+    assert (f"columns that nothing uses: {named}\n" in capsys.readouterr().err) == (named is not None)
+    asked = ["--teacher_model_name_or_path", str(teacher), "--dataset_name", str(data), "--output_dir"]
+    if form not in ("calls", "call"):
+        report = seqkd.main([*asked, str(tmp_path / "kd"), "--max_new_tokens", "3", "--truncated", "keep"])
+        assert report["rows"] == {"train": 1, "test": 0}
