@@ -2,9 +2,9 @@
 
     python -m recipes.distillation --config recipes/configs/llamba/distillation.yaml [--any_key value ...]
 
-Data: the questions of any form in docs/guide/training.md; in turns where the tokenizer has a chat template, as text where
-it has none. `beta` 0 is KL(teacher || student), 1 the reverse. Keys: TRL's
-DistillationConfig, ModelConfig and data arguments, TeacherArguments and RunArguments in recipes/training/arguments.py.
+Data: the questions of any form in docs/guide/training.md; in turns where the tokenizer has a chat template, as text
+where it has none. `beta` 0 is KL(teacher || student), 1 the reverse. Keys: TRL's DistillationConfig, ModelConfig and
+data arguments, TeacherArguments and RunArguments in recipes/training/arguments.py.
 """
 
 from typing import Any

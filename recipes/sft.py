@@ -5,8 +5,8 @@
 
 The keys are those of TRL's ScriptArguments, SFTConfig, ModelConfig (LoRA among them) and DatasetMixtureConfig, and of
 TeacherArguments, LossArguments and RunArguments in recipes/training/arguments.py. Data: `messages`, `prompt` and
-`completion`, `text`, and other forms that docs/guide/training.md lists. The finished model lies in output_dir; checkpoints in OUTPUT_DIR.work, from which the same
-command goes on after an interruption.
+`completion`, `text`, and other forms that docs/guide/training.md lists. The finished model lies in output_dir;
+checkpoints in OUTPUT_DIR.work, from which the same command goes on after an interruption.
 """
 
 import dataclasses
@@ -67,6 +67,8 @@ def check_options(config: SFTConfig, model_config: ModelConfig) -> None:
     """Refuse options of SFTTrainer that this loss does not follow."""
     if config.loss_type != "nll" or config.label_smoothing_factor:
         raise ValueError("loss_type and label_smoothing_factor are not for this loss: see ce_weight and kl_weight.")
+    if config.dataset_text_field != "text":
+        raise ValueError("dataset_text_field is text; rename the column instead.")
     if config.packing and config.packing_strategy == "wrapped":
         raise ValueError("packing_strategy: wrapped lets one conversation see another; use bfd.")
     if config.chat_template_path is not None and not Path(config.chat_template_path).is_file():

@@ -3,6 +3,7 @@
 docs/guide/training.md lists what each form becomes.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
@@ -61,7 +62,6 @@ FORMS: dict[Kind, tuple[Form, ...]] = {
     ),
 }
 """The forms of each kind; where data has the columns of several, the first counts."""
-AS_THEY_ARE = ("input_ids", "text")
 BESIDE_TURNS = ("system", "tools", "chat_template_kwargs", "documents")
 """Columns that a chat template renders beside the messages, or as one."""
 
@@ -92,8 +92,15 @@ def read_rows(rows: Any, kind: Kind) -> Any:
     read = reader(rows, kind)
     first = read(rows[0], 0)
     types = {name: Json() if name in BESIDE_TURNS else List(Json()) for name in first}
-    types |= {name: Value("string") for name, value in first.items() if isinstance(value, str)}
-    found = rows.map(read, with_indices=True, remove_columns=rows.column_names, features=Features(types))
+    types |= {name: Value("string") for name, value in first.items() if _is_text(value)}
+
+    def alike(row: Row, number: int) -> Row:
+        found = read(row, number)
+        if list(map(_is_text, found.values())) != list(map(_is_text, first.values())):
+            raise ValueError(f"Rows 0 and {number} of the data differ: one has texts where the other has messages.")
+        return found
+
+    found = rows.map(alike, with_indices=True, remove_columns=rows.column_names, features=Features(types))
     if kind != "questions" and "prompt" in types and not any(found["prompt"]):
         raise ValueError(
             "The prompt is empty in every row of the data; give the question as prompt, or as question or instruction."
@@ -101,13 +108,15 @@ def read_rows(rows: Any, kind: Kind) -> Any:
     return found
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def unused(rows: Any, kind: Kind) -> list[str]:
     """The names of the columns that nothing reads."""
     form = form_of(kind, rows.column_names)
     used = {form.question, *form.answers, *form.also}
-    if form.question not in AS_THEY_ARE and not any(
-        isinstance(v, str) for v in reader(rows, kind)(rows[0], 0).values()
-    ):
+    if form.question != "input_ids" and not any(map(_is_text, reader(rows, kind)(rows[0], 0).values())):
         used.update(BESIDE_TURNS)
     return [name for name in rows.column_names if name not in used]
 
@@ -121,7 +130,7 @@ def reader(rows: Any, kind: Kind) -> Callable[[Row, int], Row]:
         row = {name: without_filled(value, rows.features[name]) for name, value in row.items()}
         try:
             found = readers[kind](row, form)
-            if any(isinstance(value, list) for value in found.values()):
+            if not any(map(_is_text, found.values())):
                 found |= _beside(row)
         except ValueError as error:
             raise ValueError(f"Row {number} of the data {error}; change such rows, or leave them out.") from error
@@ -140,8 +149,8 @@ def without_filled(value: Any, feature: Any) -> Any:
 
 
 def _answered(row: Row, form: Form) -> Row:
-    if form.question in AS_THEY_ARE:
-        return {form.question: _said(row, form.question)}
+    if form.question == "text":
+        return {"text": _said(row, "text")}
     if not form.answers:
         return {"messages": _with_system(_said(row, form.question), row)}
     prompt, (completion,) = _matched(_question(row, form), [_said(row, form.answers[0])])
@@ -161,7 +170,7 @@ def _pair(row: Row, form: Form) -> Row:
             raise ValueError(f"has answers that begin with another question than its {form.question}")
         return {"prompt": prompt, **{name: a[len(shared) :] for name, a in zip(PAIR, answers, strict=True)}}
     if prompt is None:
-        if not all(isinstance(answer, str) for answer in answers):
+        if not all(map(_is_text, answers)):
             raise ValueError("has no prompt")
         return extract_prompt(dict(zip(PAIR, answers, strict=True)))
     prompt, answers = _matched(prompt, answers)
@@ -202,7 +211,7 @@ def _with_system(turns: Turns, row: Row) -> Turns:
 
 
 def _said(row: Row, name: str) -> Turns | str:
-    """An answer, as a text or as messages that end with one."""
+    """An answer, as a text or as messages with one."""
     value = row[name]
     if isinstance(value, str) and value.strip():
         return value
@@ -215,7 +224,7 @@ def _said(row: Row, name: str) -> Turns | str:
 
 def _matched(question: Turns | str, answers: list[Turns | str]) -> tuple[Turns | str, list[Turns | str]]:
     """A question and its answers, all in messages if one of them is."""
-    if all(isinstance(part, str) for part in (question, *answers)):
+    if all(map(_is_text, (question, *answers))):
         return question, answers
     if isinstance(question, str):
         question = [{"role": "user", "content": question}] if question else []
@@ -225,10 +234,8 @@ def _matched(question: Turns | str, answers: list[Turns | str]) -> tuple[Turns |
 def _shared(answers: list[Turns]) -> Turns:
     """The messages that both of two conversations begin with, their last ones aside."""
     ours, theirs = (answer[:-1] for answer in answers)
-    count = next(
-        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-    )
-    return ours[:count]
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
+    return [turn for turn, _ in same]
 
 
 def _after(question: Turns | str, answer: Turns | str) -> Turns | str:
@@ -278,7 +285,7 @@ def _message(given: Any) -> dict[str, Any]:
     if role is None:
         raise ValueError(f"has a message of the role {called!r}, where {', '.join(ROLES)} are known")
     content = _text(turn.pop("value", turn.get("content")))
-    calls = turn.pop("tool_calls", turn.pop("function_call", None))
+    calls = turn.pop("tool_calls", None) or turn.pop("function_call", None)
     if called.lower() == "function_call":
         calls, content = content, ""
     if content is None and not calls:

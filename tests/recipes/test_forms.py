@@ -176,6 +176,12 @@ def test_what_cannot_be_read_is_refused_by_number(kind, row, expected):
         read_rows(rows_of(fine, row), kind)
 
 
+def test_texts_and_messages_do_not_mix():
+    rows = rows_of({"prompt": "Why?", "completion": "So."}, ANSWERED)
+    with pytest.raises(ValueError, match="Rows 0 and 1 of the data differ"):
+        read_rows(rows, "answers")
+
+
 def test_a_prompt_that_is_empty_in_every_row():
     with pytest.raises(ValueError, match="prompt is empty in every row .* as question"):
         read_rows(rows_of({"chosen": "A.", "rejected": "No.", "asked": "Why?"}), "pairs")

@@ -334,6 +334,7 @@ def test_order_of_the_layers():
         (("--push_to_hub", "true"), "needs a Hub token"),
         (("--use_peft", "true", "--trainable", "mixers"), "leave trainable"),
         (("--loss_type", "dft"), "not for this loss"),
+        (("--dataset_text_field", "body"), "rename the column"),
         (("--packing", "true", "--packing_strategy", "wrapped"), "lets one conversation see another"),
         (("--use_peft", "true", "--lora_target_modules", "lm_head", "q_proj"), "takes no adapter"),
         (("--resume_from_checkpoint", "x"), "goes on by itself"),
