@@ -26,7 +26,8 @@ STRUCTURE = ("role", "type", "id", "tool_call_id")
 """Fields that say how the others belong together, which templates say by their order."""
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """Errors of a chat template that does not take a row."""
-Path = tuple[str | int, ...]
+Place = tuple[str | int, ...]
+"""Keys and indices that lead to a text or a number in a row."""
 
 
 def as_text(turns: Turns, number: int, row: Row) -> str:
@@ -138,12 +139,11 @@ def checked(
     """
     turns = asked + answered
     text = render(turns, tokenizer, number, row, **options)
-    for turn in turns:
-        if turn["role"] not in ("assistant", "tool") and not _says(text, [turn]):
-            raise ValueError(
-                f"The chat template leaves out part of what the {turn['role']} says in row {number} of the data; "
-                "leave such rows out."
-            )
+    if not _says(text, [turn for turn in turns if turn["role"] not in ("assistant", "tool")]):
+        raise ValueError(
+            f"The chat template leaves out part of what the system or the user says in row {number} of the data; "
+            "leave such rows out."
+        )
     options |= row.get("chat_template_kwargs") or {}
     said = {"message": turns, "tool": row.get("tools"), "document": options.get("documents")}
     leaves = {path: leaf for path, leaf in _leaves(said).items() if _has_to_show(path, turns, len(asked))}
@@ -152,7 +152,7 @@ def checked(
     if "tool" not in roles and all(path[0] == "message" and path[2] == "content" for path in leaves):
         return text
 
-    def changed(changes: Mapping[Path, Any]) -> str:
+    def changed(changes: Mapping[Place, Any]) -> str:
         new = copy.deepcopy(said)
         for path, value in changes.items():
             functools.reduce(operator.getitem, path[:-1], new)[path[-1]] = value
@@ -174,7 +174,7 @@ def checked(
     return text
 
 
-def _leaves(said: Any, path: Path = ()) -> dict[Path, Any]:
+def _leaves(said: Any, path: Place = ()) -> dict[Place, Any]:
     """Texts and numbers of a row by their places, apart from those that only give structure."""
     if isinstance(said, dict):
         items = [(key, value) for key, value in said.items() if key not in STRUCTURE or "arguments" in path]
@@ -185,7 +185,7 @@ def _leaves(said: Any, path: Path = ()) -> dict[Path, Any]:
     return {place: leaf for key, value in items for place, leaf in _leaves(value, (*path, key)).items()}
 
 
-def _has_to_show(path: Path, turns: Turns, asked: int) -> bool:
+def _has_to_show(path: Place, turns: Turns, asked: int) -> bool:
     """Return False for what may be missing from a rendering.
 
     These are earlier reasoning and parts of a function's schema, which are missing when the model is asked, too, and
@@ -202,7 +202,7 @@ def _has_to_show(path: Path, turns: Turns, asked: int) -> bool:
     return path[0] != "message" or path[1] >= asked or path[2] not in SAID[1:]
 
 
-def _ids_out_of_order(turns: Turns) -> dict[Path, Any]:
+def _ids_out_of_order(turns: Turns) -> dict[Place, Any]:
     """Ids of results that do not come in the order of their calls, by which templates go."""
     ids = [call.get("id") for turn in turns for call in turn.get("tool_calls") or ()]
     results = {("message", i, "tool_call_id"): turn.get("tool_call_id") for i, turn in enumerate(turns)}

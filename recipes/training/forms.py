@@ -125,9 +125,10 @@ def reader(rows: Any, kind: Kind) -> Callable[[Row, int], Row]:
     """The function that reads a row of these, by its number."""
     form = form_of(kind, rows.column_names)
     readers = {"answers": _answered, "pairs": _pair, "questions": _asked}
+    features = rows.features  # not the rows themselves, which `datasets` would hash with the function
 
     def read(row: Row, number: int) -> Row:
-        row = {name: without_filled(value, rows.features[name]) for name, value in row.items()}
+        row = {name: without_filled(value, features[name]) for name, value in row.items()}
         try:
             found = readers[kind](row, form)
             if not any(map(_is_text, found.values())):
