@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import RewardConfig, RewardTrainer
 
 from convert import convert
 from convert.checkpoint.tokenizer import differing_text
 from convert.formats.export import export_checkpoint
 from convert.options import ExportOptions, OutputOptions
-from recipes import dpo, sft
+from recipes import dpo, seqkd, sft
+from recipes.training.chat_format import faithful_answers, pairs, questions
+from recipes.training.forms import read_rows
+from tests.helpers.data_forms import FORMS, rows_of
 from tests.helpers.real_models import (
     CODE_SPLIT,
     REAL_MODELS,
@@ -27,6 +31,13 @@ from tests.helpers.real_models import (
 from tests.helpers.tiny_chat import common_arguments
 
 pytestmark = pytest.mark.slow
+OF_RECIPE = {
+    "sft": [name for name, row in FORMS.items() if "chosen" not in row],
+    "dpo": [name for name, row in FORMS.items() if "chosen" in row],
+}
+"""The forms of users' data that a recipe takes."""
+OF_MESSAGES = ("messages", "ShareGPT")
+"""The forms that SFT refuses without a chat template."""
 MERGES = "h e,t he,i n,a n,o n,e r,r e,Ġ t,Ġt he,1 2,12 3,Ċ Ċ,i t,o u,d e,de f".split(",")
 CHAT = [{"role": "user", "content": "2 + 2 = 4?\n\n  Yes, 1234"}, {"role": "assistant", "content": "Yes, 100 %"}]
 IN_A_CLEAN_PROCESS = """
@@ -163,37 +174,94 @@ def test_it_generates_and_saves_in_a_clean_process(hybrid, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def rows(folder: Path, preferences: bool) -> Path:
-    """Chats, or texts for a model without a chat template."""
+def rows(row: dict, folder: Path) -> Path:
+    """A folder of a row, four times in each split."""
     folder.mkdir()
-    chats = "chat_template" in json.loads((folder.parent / "tokenizer_config.json").read_text())
-
-    def part(role: str, text: str):
-        return [{"role": role, "content": text}] if chats else text
-
-    row = {"prompt": part("user", "What is on the other hand?")}
-    if preferences:
-        row |= {
-            "chosen": part("assistant", "<think>\nthe rain\n</think>\n\nit is on it"),
-            "rejected": part("assistant", "no"),
-        }
-    else:
-        row |= {"completion": part("assistant", "<think>\nthe rain\n</think>\n\nit is on it")}
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     return folder
 
 
-@pytest.mark.parametrize("recipe", ["sft", "lora", "dpo"])
+def has_template(folder: Path) -> bool:
+    return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
+
+
+def reasoned(folder: Path) -> dict[str, dict]:
+    """Rows whose answer begins with reasoning; texts for a model without a chat template."""
+
+    def part(role: str, text: str):
+        return [{"role": role, "content": text}] if has_template(folder) else text
+
+    asked = {"prompt": part("user", "What is on the other hand?")}
+    answer = part("assistant", "<think>\nthe rain\n</think>\n\nit is on it")
+    return {
+        "sft": asked | {"completion": answer},
+        "dpo": asked | {"chosen": answer, "rejected": part("assistant", "no")},
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_data_of_each_form_is_read(form, folder):
+    """With the model's own tokenizer and template: all of a row is trained on, or the row is named."""
+    row, tokenizer = FORMS[form], AutoTokenizer.from_pretrained(folder)
+    kind, prepare = ("pairs", pairs) if "chosen" in row else ("answers", faithful_answers)
+    if form in OF_MESSAGES and not has_template(folder):
+        with pytest.raises(ValueError, match="no chat template for messages"):
+            prepare(read_rows(rows_of(row), kind), tokenizer)
+        return
+    found = prepare(read_rows(rows_of(row), kind), tokenizer)[0]
+    said = tokenizer.decode(found["input_ids"]) if "input_ids" in found else json.dumps(found)
+    for text in ("Why?", "Because.", "No idea.")[: 2 + (kind == "pairs")]:
+        assert said.count(text) == 1, (text, said)
+    assert "Why?" in str(questions(read_rows(rows_of(row), "questions"), tokenizer)[0])
+
+
+@pytest.mark.parametrize("recipe", ["sft", "sft, a user's form", "lora", "dpo", "dpo, a user's form"])
 def test_it_trains(recipe, folder, hybrid, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes())
-    data = rows(tmp_path / "data", recipe == "dpo")
+    kind, _, is_users = recipe.replace("lora", "sft").partition(",")
+    row = reasoned(folder)[kind]
+    if is_users:
+        forms = [FORMS[name] for name in OF_RECIPE[kind] if name not in OF_MESSAGES or has_template(folder)]
+        row = forms[list(REAL_MODELS).index(folder.name) % len(forms)]
     more = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"] if recipe == "lora" else []
+    data = rows(row, tmp_path / "data")
     arguments = common_arguments(hybrid, folder, data, tmp_path / "out", "--max_steps", "1", *more)
-    (dpo if recipe == "dpo" else sft).main(arguments)
+    (dpo if kind == "dpo" else sft).main(arguments)
     ours, teacher = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out", folder))
     assert differing_text(ours, teacher) is None
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_it_answers_users_questions(folder, hybrid, tmp_path):
+    """SeqKD, with the hybrid as the teacher."""
+    forms = list(FORMS.values())
+    row = forms[list(REAL_MODELS).index(folder.name) % len(forms)]
+    data, out = rows(row, tmp_path / "data"), str(tmp_path / "out")
+    asked = ["--teacher_model_name_or_path", str(hybrid), "--dataset_name", str(data), "--output_dir", out]
+    try:
+        report = seqkd.main([*asked, "--max_new_tokens", "3", "--truncated", "keep"])
+    except ValueError as error:  # of three random tokens some are no text
+        assert "No answer is left" in str(error), error
+        return
+    assert report["rows"]["train"] == 1
+
+
+def test_its_body_is_a_reward_models(folder, hybrid, tmp_path):
+    """TRL's trainer, with preferences as the recipes read them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    model = AutoModelForSequenceClassification.from_pretrained(hybrid, num_labels=1, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    found = pairs(read_rows(rows_of(*[FORMS["UltraFeedback"]] * 2), "pairs"), tokenizer)
+    arguments = RewardConfig(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to="none", bf16=False,
+        use_cpu=True, save_strategy="no", gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = RewardTrainer(model=model, args=arguments, train_dataset=found, processing_class=tokenizer)
+    before = model.score.weight.detach().clone()
+    assert trainer.train().training_loss > 0
+    assert not torch.equal(model.score.weight, before)
 
 
 def test_it_is_exported(folder, tmp_path):

@@ -10,6 +10,23 @@ from datasets import Dataset, load_dataset
 from recipes import dpo, seqkd, sft
 from recipes.training.chat_format import faithful_answers, pairs, questions
 from recipes.training.forms import read_rows, unused
+from tests.helpers.data_forms import (
+    ANSWERED,
+    ASKED,
+    CALLED,
+    CHOSEN,
+    FORMS,
+    PAIR,
+    READ_CALLS,
+    REJECTED,
+    SYSTEM,
+    TALK,
+    TOOL,
+    assistant,
+    call,
+    rows_of,
+    user,
+)
 from tests.helpers.tiny_chat import TOOLS, chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
 
 FAMILIES = (
@@ -24,40 +41,6 @@ def tokenizer_of(family):
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text()
     return tokenizer
-
-
-def rows_of(*rows):
-    return Dataset.from_list(list(rows), on_mixed_types="use_json")
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **more):
-    return {"role": "assistant", "content": text, **more}
-
-
-def call(name, /, **arguments):
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-SYSTEM = {"role": "system", "content": "Be brief."}
-ASKED, CHOSEN, REJECTED = user("Why?"), assistant("Because."), assistant("No idea.")
-TOOL = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Tells it.", "parameters": {"type": "object", "properties": {}}},
-}
-CALLED = [
-    user("Oslo?"),
-    assistant(None, tool_calls=[call("weather", city="Oslo")]),
-    {"role": "tool", "content": "sun"},
-]
-TALK = [*CALLED, assistant("Sunny in Oslo.")]
-READ_CALLS = [CALLED[0], CALLED[1] | {"content": ""}, *TALK[2:]]
-
-ANSWERED = {"prompt": [ASKED], "completion": [CHOSEN]}
-PAIR = {"prompt": [ASKED], "chosen": [CHOSEN], "rejected": [REJECTED]}
 
 
 @pytest.mark.parametrize(
@@ -214,16 +197,6 @@ def test_keys_that_arrow_adds_are_not_said(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _, kept = read_rows(load_dataset("json", data_files=str(tmp_path / "rows.jsonl"))["train"], "answers")
     assert kept == {"messages": other, "tools": None}
-
-
-FORMS = {
-    "messages": {"messages": [ASKED, CHOSEN]},
-    "prompt and completion": ANSWERED,
-    "ShareGPT": {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
-    "Alpaca": {"instruction": "Why?", "input": "", "output": "Because."},
-    "UltraFeedback": {"prompt": "Why?", "chosen": [ASKED, CHOSEN], "rejected": [ASKED, REJECTED]},
-    "orca": {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
-}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
