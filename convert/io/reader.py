@@ -473,7 +473,7 @@ def open_weights(folder: Path) -> Checkpoint:
 
 
 def gguf_hint(folder: Path) -> str:
-    """How to name a GGUF file in a folder, for errors; empty where there is none."""
+    """Return a sentence on how to name a GGUF file of a folder, for errors; empty where there is none."""
     files = sorted(file.name for file in folder.iterdir() if file.suffix.lower() == ".gguf")
     return f" For GGUF say --gguf-file {files[0]}." if files else ""
 

@@ -39,6 +39,7 @@ for folder in map(pathlib.Path, sys.argv[1:]):
 """Writes a model of mixers alone beside each of these, with its code."""
 
 STRANGER = """
+import io
 import pathlib
 import sys
 
@@ -61,6 +62,7 @@ for first in map(pathlib.Path, sys.argv[1:]):
             torch.testing.assert_close(model(ids).logits, expected["logits"], msg=str(folder))
         if "generated" in expected:
             assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected["generated"]), folder
+            torch.save(model, io.BytesIO())  # pickles it, as Ray and new processes do
         model(ids, labels=ids).loss.backward()
         if again is not None:
             model.save_pretrained(again)
