@@ -221,7 +221,7 @@ COMMANDS = {
         ChatOptions,
         chat_command,
         {"MODEL": "model"},
-        flags_of("max_new_tokens", "temperature", "seed", "dtype", "device", "revision", "trust_remote_code"),
+        flags_of("tools", "max_new_tokens", "temperature", "seed", "dtype", "device", "revision", "trust_remote_code"),
     ),
 }  # fmt: skip
 

@@ -654,11 +654,8 @@ class FamiliesOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """Chat with a model, whose cache keeps the earlier turns.
-
-    Every line is a turn. `/retry` answers the last one again, `/edit TEXT` answers another in its place.
-    """
+class AnswerOptions:
+    """A model that answers, and how."""
 
     model: str | None = None
     """Folder, Hub id or GGUF file."""
@@ -679,7 +676,19 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(ChatOptions):
+class ChatOptions(AnswerOptions):
+    """Chat with a model, whose cache keeps the earlier turns.
+
+    Every line is a turn. `/retry` answers the last one again, `/edit TEXT` answers another in its place, and
+    `/result TEXT` gives the result of a function that the model called.
+    """
+
+    tools: str | None = None
+    """JSON file with a list of functions that the model may call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(AnswerOptions):
     """Answer a prompt, token by token; on request the teacher answers it, too."""
 
     prompt: str = ""

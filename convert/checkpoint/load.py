@@ -146,11 +146,26 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompts: list[str], chat: bool)
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-def encode_chats(tokenizer: "PreTrainedTokenizerBase", chats: list[list[dict[str, str]]]) -> dict[str, torch.Tensor]:
+def function_tools(tools: Any) -> list[dict[str, Any]]:
+    """Tools as chat templates take them, from a list of functions with or without their type around them.
+
+    Raises:
+        ValueError: they are no list of JSON objects; how it goes on after what they belong to.
+    """
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("has tools that are no list of JSON objects")
+    return [tool if "name" not in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def encode_chats(
+    tokenizer: "PreTrainedTokenizerBase",
+    chats: list[list[dict[str, str]]],
+    tools: list[dict[str, Any]] | None = None,
+) -> dict[str, torch.Tensor]:
     """input_ids and attention_mask (B, L) of conversations up to where the model answers, padded on the left."""
     try:
         encoded = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=len(chats) > 1
+            chats, tools, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=len(chats) > 1
         )
     except TemplateError as error:
         raise ValueError(

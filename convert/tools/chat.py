@@ -5,11 +5,13 @@ leaves out the reasoning of earlier answers) is read from the last checkpoint on
 are two in each turn: where its question begins, and where its answer does, whatever either says.
 """
 
+import json
 import re
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +20,7 @@ from transformers.utils import logging
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from modeling_llamba.hybrid.cache_checkpoint import CacheCheckpoint
 
-from ..checkpoint.load import encode_chats, load_model, prompt_tokenizer
+from ..checkpoint.load import encode_chats, function_tools, load_model, prompt_tokenizer
 from ..errors import during
 from ..options import ChatOptions
 from .generate import PieceStreamer, print_piece, sampling
@@ -39,16 +41,24 @@ class Conversation:
 
     Args:
         checkpoints: how many are kept; without any, a conversation that is not the last one going on is read anew.
+        tools: functions that the model may call, as chat templates take them.
 
     Raises:
         ValueError: the tokenizer has no chat template.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, checkpoints: int = CHECKPOINTS):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        checkpoints: int = CHECKPOINTS,
+        tools: list[dict[str, Any]] | None = None,
+    ):
         if not tokenizer.chat_template:
             raise ValueError("This model has no chat template; continue a text with `generate --raw --prompt TEXT`.")
         self.model = model
         self.tokenizer = tokenizer
+        self.tools = tools
         self.messages: list[dict[str, str]] = []
         self.cache: Cache | None = None
         self.held: list[int] = []
@@ -56,10 +66,19 @@ class Conversation:
         self.marks: deque[Mark] = deque(maxlen=checkpoints)
 
     def answer(
-        self, said: str, max_new_tokens: int, temperature: float, on_text: Callable[[str], None] = lambda piece: None
+        self,
+        said: str,
+        max_new_tokens: int,
+        temperature: float,
+        on_text: Callable[[str], None] = lambda piece: None,
+        role: Literal["user", "tool"] = "user",
     ) -> str:
-        """The model's answer to what the user says next; each piece of it goes to `on_text` as it is decoded."""
-        messages = [*self.messages, {"role": "user", "content": said}]
+        """The model's answer to what is said next; each piece of it goes to `on_text` as it is decoded.
+
+        Args:
+            role: of who says it, "tool" for the result of a function.
+        """
+        messages = [*self.messages, {"role": role, "content": said}]
         ids = self._tokens(messages)
         self._go_back(ids)
         inputs = torch.tensor([ids], device=self.model.device)
@@ -98,18 +117,19 @@ class Conversation:
         """
         if not self.messages:
             raise ValueError("There is no turn yet to take back; say something first.")
-        if said is None:
-            said = self.messages[-2]["content"]
+        last = self.messages[-2]
         before = self.messages
         self.messages = before[:-2]
         try:
-            return self.answer(said, max_new_tokens, temperature, on_text)
+            return self.answer(
+                last["content"] if said is None else said, max_new_tokens, temperature, on_text, last["role"]
+            )
         except BaseException:
             self.messages = before
             raise
 
     def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        return encode_chats(self.tokenizer, [messages])["input_ids"][0].tolist()
+        return encode_chats(self.tokenizer, [messages], self.tools)["input_ids"][0].tolist()
 
     def _go_back(self, ids: list[int]) -> None:
         """Take the cache back to a beginning of these tokens, of which one at least is left to read."""
@@ -134,7 +154,7 @@ class Conversation:
         """Read the tokens up to where this turn's question begins, and up to where its answer does; keep both."""
         # an answer and a question that begin unlike the real ones, so that only what any would follow is shared
         other = "B" if turns[-1]["content"].startswith("A") else "A"
-        question = {"role": "user", "content": other}
+        question = turns[-1] | {"content": other}
         conversations = [turns[:-1] + [question]]
         conversations.append([*turns, {"role": "assistant", "content": other}, question])
         for messages in conversations:
@@ -167,17 +187,38 @@ def chat(options: ChatOptions) -> None:
     """Read a line, print the answer to it, until the input ends."""
     logging.disable_progress_bar()
     tokenizer = prompt_tokenizer(options.model, options.revision, options.trust_remote_code)
+    tools = None if options.tools is None else read_tools(options.tools, tokenizer)
     with during(f"loading {options.model}"):
         model = load_model(options.model, options.dtype, options.device, options.revision, options.trust_remote_code)
-    conversation = Conversation(model, tokenizer)
+    conversation = Conversation(model, tokenizer, tools=tools)
     torch.manual_seed(options.seed)
     if sys.stdin.isatty():
         sys.stderr.write(
-            "Say something. /retry answers the last line again, /edit TEXT answers TEXT in its place; an empty line "
-            "or Ctrl-D ends the conversation.\n"
+            "Say something. /retry answers the last line again, /edit TEXT answers TEXT in its place, /result TEXT is "
+            "the result of a function that was called; an empty line or Ctrl-D ends the conversation.\n"
         )
     while said := _next_line():
         _take_turn(conversation, said, options)
+
+
+def read_tools(path: str, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """The functions in a JSON file, all of which the chat template has to tell the model of.
+
+    Raises:
+        ValueError: there is no such file, it holds no list of functions, or the template leaves them out.
+    """
+    try:
+        tools = function_tools(json.loads(Path(path).expanduser().read_text()))
+        names = [tool["function"]["name"] for tool in tools]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{path} must hold a JSON list of functions, each with a name.") from error
+    question = [{"role": "user", "content": "?"}]
+    told = tokenizer.decode(encode_chats(tokenizer, [question], tools)["input_ids"][0]) if names else ""
+    if not names or not all(name in told for name in names):
+        raise ValueError(f"This model's chat template does not tell it of the functions in {path}; leave --tools out.")
+    return tools
 
 
 def _take_turn(conversation: Conversation, said: str, options: ChatOptions) -> None:
@@ -191,8 +232,11 @@ def _take_turn(conversation: Conversation, said: str, options: ChatOptions) -> N
     elif again:
         conversation.answer_again(text or None, *how)
         print_piece("\n")
+    elif command == "/result" and text:
+        conversation.answer(text, *how, role="tool")
+        print_piece("\n")
     elif re.fullmatch("/[a-z]+", command):
-        sys.stderr.write(f"{command} is no command as it stands here; there are /retry and /edit TEXT.\n")
+        sys.stderr.write(f"{command} is no command as it stands here; there are /retry, /edit and /result TEXT.\n")
     else:
         conversation.answer(said, *how)
         print_piece("\n")

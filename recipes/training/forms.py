@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 from datasets import Features, Json, LargeList, List, Value
 from trl import extract_prompt
 
+from convert.checkpoint.load import function_tools
+
 Row = dict[str, Any]
 Turns = list[dict[str, Any]]
 Kind = Literal["answers", "pairs", "questions"]
@@ -250,12 +252,8 @@ def _beside(row: Row) -> Row:
     """Tools and other arguments of a row for the chat template, where it has columns of them."""
     found = {}
     if "tools" in row:
-        tools = _from_json(row["tools"], "tools") or None
-        if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
-            raise ValueError("has tools that are no list of JSON objects")
-        found["tools"] = tools and [
-            tool if "name" not in tool else {"type": "function", "function": tool} for tool in tools
-        ]
+        tools = _from_json(row["tools"], "tools")
+        found["tools"] = function_tools(tools) if tools else None
     if {"chat_template_kwargs", "documents"} & row.keys():
         found["chat_template_kwargs"] = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
         if row.get("documents"):

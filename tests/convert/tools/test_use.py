@@ -24,7 +24,7 @@ from tests.helpers.command import check_one_line_error
 from tests.helpers.command import run_as_is as use
 from tests.helpers.hybrids import make_hybrid, tiny_config
 from tests.helpers.teachers import TINY, random_ids
-from tests.helpers.tiny_chat import REASONING, save_chat_teacher, save_hybrid
+from tests.helpers.tiny_chat import REASONING, TOOLS, save_chat_teacher, save_hybrid
 from tests.helpers.tokenizers import tokenizer
 
 
@@ -406,6 +406,52 @@ def test_chat_answers_every_line_until_the_input_ends(chatting, monkeypatch, cap
     assert len(done.out.splitlines()) == 2
     for command in ("/quit", "/retry"):
         assert f"{command} is no command as it stands here" in done.err
+
+
+FUNCTIONS = [{"name": "w30", "description": "Waits.", "parameters": {"type": "object", "properties": {}}}]
+
+
+def test_a_conversation_with_functions(chatting, tmp_path, monkeypatch, capsys):
+    """Each turn is what the template makes of the functions and all messages, a function's result among them."""
+    model, tokenizer = LlambaForCausalLM.from_pretrained(chatting).eval(), AutoTokenizer.from_pretrained(chatting)
+    tokenizer.chat_template = TOOLS
+    tools = [{"type": "function", "function": FUNCTIONS[0]}]
+    conversation = Conversation(model, tokenizer, tools=tools)
+    for said, role in (("w9 w10", "user"), ("w11", "tool"), ("w12", "tool"), ("w13", "user")):
+        answer = conversation.answer(said, LIMIT, 0.0, role=role)
+        turns = conversation.messages[:-1]
+        assert turns[-1] == {"role": role, "content": said}
+        asked = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        anew = tokenizer.apply_chat_template(turns, tools, **asked)
+        assert anew["input_ids"][0, :2].tolist() == [8, 30]
+        ids = model.generate(**anew, do_sample=False, max_new_tokens=LIMIT)[0]
+        assert answer == tokenizer.decode(ids[anew["input_ids"].shape[1] :], skip_special_tokens=True)
+        if role == "tool":
+            assert conversation.answer_again(None, LIMIT, 0.0) == answer
+
+    folder = shutil.copytree(chatting, tmp_path / "calls")
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "tools.json").write_text(json.dumps(FUNCTIONS))
+    monkeypatch.setattr("sys.stdin", io.StringIO("w9 w10\n/result w11\n/result\n"))
+    main(["chat", str(folder), "--max-new-tokens", str(LIMIT), "--tools", str(tmp_path / "tools.json")])
+    done = capsys.readouterr()
+    assert done.out.splitlines() == [turn["content"] for turn in conversation.messages[1:4:2]]
+    assert "/result is no command as it stands here" in done.err
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (json.dumps(FUNCTIONS), "does not tell it of the functions"),
+        (json.dumps(FUNCTIONS[0]), "must hold a JSON list of functions"),
+        ("[{}]", "must hold a JSON list of functions"),
+        (None, "cannot be read"),
+    ],
+)
+def test_functions_that_cannot_be_told_of(content, message, chatting, tmp_path):
+    if content is not None:
+        (tmp_path / "tools.json").write_text(content)
+    check_one_line_error(use("chat", chatting, "--tools", tmp_path / "tools.json"), message)
 
 
 def test_chat_wants_a_chat_template(checkpoints):
