@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from ..model.cache import conv_state, record, recurrent_state
+from ..model.cache import conv_state, is_token, record, recurrent_state
 from ..model.norms import RMSNorm, head_norm
 from ..model.rotary import Rotary, apply_rotary, scale_queries
 from .short_conv import ShortConv
@@ -195,7 +195,7 @@ class SSDMixer(nn.Module):
         return matrix, repeat_groups(streams.x, self.num_heads).transpose(1, 2)
 
     def _convolve(self, xBC, padding_mask, seq_idx, cache):
-        """The short convolution over [x, B, C] with its cached inputs; x is zero at padding, B and C are whatever."""
+        """The short convolution over [x, B, C] with its cached inputs; all are zero at padding."""
         xBC = convolve_with_cache(self.conv1d, xBC, padding_mask, seq_idx, cache, self.layer_idx)
         x, BC = xBC.split([self.x_size, self.B_size + self.C_size], dim=-1)
         return x.unflatten(-1, (self.num_groups, self.head_dim)), BC.unflatten(-1, (-1, self.d_state))
@@ -221,31 +221,36 @@ def convolve_with_cache(
     layer_idx: int,
 ) -> torch.Tensor:
     """Convolve (B, L, I), continuing from the inputs in the cache, which are updated; 0 at padding."""
-    if padding_mask is None:
+    records = cache is not None and getattr(cache.layers[layer_idx], "record_past", False)
+    if padding_mask is None and not records:
         return _convolve(conv, x, seq_idx, cache, layer_idx)
+    if padding_mask is None:
+        padding_mask = x.new_ones(x.shape[:2])
     real = padding_mask[..., None].to(x.dtype)
     if seq_idx is None:
-        return _convolve_around_padding(conv, x * real, padding_mask.bool(), cache, layer_idx) * real
+        return _convolve_around_padding(conv, x * real, padding_mask.bool(), cache, layer_idx, records) * real
     return _convolve(conv, x * real, seq_idx, cache, layer_idx) * real
 
 
 def _convolve_around_padding(
-    conv: ShortConv, x: torch.Tensor, real: torch.Tensor, cache: Cache | None, layer_idx: int
+    conv: ShortConv, x: torch.Tensor, real: torch.Tensor, cache: Cache | None, layer_idx: int, records: bool
 ) -> torch.Tensor:
     """Convolve each row as if its padding were not there, by moving it before all that the row has seen.
 
     Args:
         real: (B, L), False at padding, where x is zero.
+        records: the cache keeps all inputs where they are, for `crop`.
     """
     past = None if cache is None else conv_state(cache, layer_idx)
     inputs = x
     if past is not None:
         inputs = torch.cat([past.mT, x], dim=1)
-        real = F.pad(real, (past.shape[-1], 0), value=True)
+        real = torch.cat([is_token(past), real], dim=1)
     order = real.byte().argsort(dim=1, stable=True)[..., None].expand_as(inputs)
     moved = inputs.gather(1, order)
     if cache is not None:
         cache.update_conv_state(x.mT, layer_idx, conv_kernel_size=conv.kernel_size)
+    if cache is not None and not records:
         state = cache.layers[layer_idx].conv_states[0]
         state.copy_(F.pad(moved.mT, (max(state.shape[-1] - moved.shape[1], 0), 0))[..., -state.shape[-1] :])
     y = conv(moved)
@@ -258,9 +263,8 @@ def _convolve(
     if cache is None:
         return conv(x, seq_idx)
     past = conv_state(cache, layer_idx)
-    records = getattr(cache.layers[layer_idx], "record_past", False)
     continues = past is not None
-    if continues and x.shape[1] == 1 and not records and conv.steps_in_place(x):
+    if continues and x.shape[1] == 1 and conv.steps_in_place(x):
         return conv(x, None, past, in_place=True)
     inputs = cache.update_conv_state(x.mT, layer_idx, conv_kernel_size=conv.kernel_size)
     inputs = F.pad(inputs, (max(conv.kernel_size + x.shape[1] - inputs.shape[-1], 0), 0))

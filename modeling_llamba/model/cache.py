@@ -137,7 +137,11 @@ class MixerLayer(RecurrentLayer):
                 state = torch.zeros_like(self.recurrent_states[0])
             self.recurrent_states[0].copy_(state)
         self.recording = None  # as transformers now drops inputs of the convolution that another crop would need
-        LinearAttentionLayer.crop(self, tokens_to_remove)
+        inputs = self.conv_states[0]
+        inputs = inputs[..., : inputs.shape[-1] + tokens_to_remove]
+        order = is_token(inputs).byte().argsort(dim=1, stable=True)  # padding first, so that it is what is dropped
+        self.conv_states[0] = inputs.gather(-1, order[:, None].expand_as(inputs))
+        LinearAttentionLayer.crop(self, 0)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take the rows of other beams."""
@@ -255,6 +259,11 @@ def new_cache(config) -> DynamicCache:
     cache = DynamicCache(config=config)
     fit_cache(cache, config)
     return cache
+
+
+def is_token(inputs: torch.Tensor) -> torch.Tensor:
+    """Return where inputs of a short convolution (B, I, L) are a token's, not padding or before the first: (B, L)."""
+    return inputs.bool().any(dim=1)
 
 
 def conv_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:

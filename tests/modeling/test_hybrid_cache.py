@@ -97,6 +97,29 @@ def test_padding_anywhere(variant, sizes):
     torch.testing.assert_close(logits[real], alone, **EXACT)
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+@torch.no_grad()
+def test_padding_within_what_is_taken_back(mixer):
+    """Rows of a cache that records, with padding in what is kept and in what is dropped."""
+    model, (ids, real, told, rows) = student(mixer), padded_rows()
+    alone = torch.zeros(*ids.shape, model.config.vocab_size, dtype=torch.float64)
+    alone[real] = torch.cat([model(row[None]).logits[0] for row in rows])
+    cache = model.new_cache()
+
+    def read(begin, end):
+        mask, positions = told["attention_mask"][:, :end], told["position_ids"][:, begin:end]
+        logits = model(ids[:, begin:end], cache=cache, attention_mask=mask, position_ids=positions).logits
+        kept = real[:, begin:end]
+        torch.testing.assert_close(logits[kept], alone[:, begin:end][kept], **EXACT)
+
+    read(0, 13)
+    for layer in cache.layers:
+        layer.activate_past_recording()
+    for begin, end, dropped in ((13, 19, 4), (15, 31, 3), (28, 34, 0), (34, 38, 2), (36, LENGTH, 0)):
+        read(begin, end)
+        cache.crop(-dropped)
+
+
 def gradients(model, logits, weights):
     return torch.autograd.grad((logits * weights).sum(), trained_parameters(model))
 
