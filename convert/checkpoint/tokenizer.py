@@ -15,7 +15,7 @@ from modeling_llamba.ship_code import code_files
 
 from ..errors import during
 from ..hybrids.shapes import HYBRIDS
-from ..io.reader import Checkpoint, GgufCheckpoint, read_json, read_token_ids
+from ..io.reader import Checkpoint, GgufCheckpoint, read_json, read_turn_ends
 from ..teachers.teacher import LICENCE_FILES, TOKENIZER_FILES, Teacher, first_line, load_tokenizer
 
 PROBES = (
@@ -234,10 +234,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
 
 def _gguf_ends(teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokens that end an answer by a GGUF file, by its template, or by their names."""
-    said = read_token_ids(teacher.folder / teacher.gguf_file)
     names = [token for token in END_TOKENS if token in tokenizer.get_added_vocab()]
-    ends = {*tokenizer.convert_tokens_to_ids(names), turn_end(tokenizer), said.get("eot"), said.get("eom")}
-    return ends - {None}
+    ends = {*tokenizer.convert_tokens_to_ids(names), turn_end(tokenizer)}
+    return ends.union(read_turn_ends(teacher.folder / teacher.gguf_file)) - {None}
 
 
 def read_generation_config(
@@ -262,8 +261,8 @@ def read_generation_config(
             given = GenerationConfig.from_model_config(teacher.config).to_diff_dict()
         eos = given.get("eos_token_id")
         ends = {end for end in (eos if isinstance(eos, list) else [eos]) if end is not None}
-        if teacher.gguf_file is not None and not ends >= (more := _gguf_ends(teacher, tokenizer)):
-            ends |= more
+        if teacher.gguf_file is not None and tokenizer is not None and not ends >= _gguf_ends(teacher, tokenizer):
+            ends |= _gguf_ends(teacher, tokenizer)
             given["eos_token_id"] = sorted(ends)
         notes = {name: why for name, (value, why) in OF_TRAINING.items() if given.get(name) is value}
         kept = {name: value for name, value in given.items() if name not in notes}

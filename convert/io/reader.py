@@ -53,7 +53,6 @@ GGUF_FIELDS = {
 GGUF_OTHER_SCALE = {"gemma2": 46, "gemma3": 62}
 MXFP4_PARTS = ("_blocks", "_scales")
 """Ends of the names of tensors that hold another packed as MXFP4."""
-GGUF_TOKEN = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 GGUF_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")
 
 
@@ -269,11 +268,10 @@ def _open_gguf(path: Path, changed: int, size: int) -> Any:
     return gguf.GGUFReader(path)
 
 
-def read_token_ids(path: Path) -> dict[str, int]:
-    """The special tokens that a GGUF file names, by their short names, such as eos and eot."""
-    fields = open_gguf(path).fields.items()
-    found = {name: GGUF_TOKEN.fullmatch(name) for name, _ in fields}
-    return {found[name][1]: int(field.contents()) for name, field in fields if found[name]}
+def read_turn_ends(path: Path) -> list[int]:
+    """The tokens that a GGUF file names as ends of a turn and of a message."""
+    fields = [open_gguf(path).fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    return [int(field.contents()) for field in fields if field is not None]
 
 
 class GgufCheckpoint(Checkpoint):

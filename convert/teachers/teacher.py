@@ -216,7 +216,7 @@ def find_teacher(
 
 def check_hub_id(model: str) -> None:
     """Refuse the name of no file or folder that can only be a path; Hub ids are `name` or `org/name`."""
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf"):
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.lower().endswith(".gguf"):
         raise ValueError(f"{model} does not exist; give a local folder, a GGUF file, or a Hub id such as org/name.")
 
 
@@ -240,7 +240,7 @@ def download_model(
             return folder, folder.name, False
         names = [sibling.rfilename for sibling in info.siblings or []]
         if gguf_file is not None and gguf_file not in names:
-            found = [name for name in names if name.endswith(".gguf")] or ["none"]
+            found = [name for name in names if name.lower().endswith(".gguf")] or ["none"]
             raise ValueError(f"{model} has no file {gguf_file}; its GGUF files: {', '.join(found)}.")
         has_safetensors = any(fnmatch.fnmatch(name, "model*.safetensors") for name in names)
         headers_only = has_safetensors and gguf_file is None and not with_weights

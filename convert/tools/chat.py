@@ -77,9 +77,14 @@ class Conversation:
 
         Args:
             role: of who says it, "tool" for the result of a function.
+
+        Raises:
+            ValueError: the chat template leaves out the result.
         """
         messages = [*self.messages, {"role": role, "content": said}]
         ids = self._tokens(messages)
+        if role == "tool" and "".join(said.split()) not in "".join(self.tokenizer.decode(ids).split()):
+            raise ValueError("This model's chat template leaves out the result here; say it as a question.")
         self._go_back(ids)
         inputs = torch.tensor([ids], device=self.model.device)
         try:
@@ -99,7 +104,7 @@ class Conversation:
             raise
         self.cache = cache_of(made)
         self.held = made.sequences[0, :-1].tolist()
-        answer = self.tokenizer.decode(made.sequences[0, len(ids) :], skip_special_tokens=True)
+        answer = self._text(made.sequences[0, len(ids) :].tolist())
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
@@ -127,6 +132,14 @@ class Conversation:
         except BaseException:
             self.messages = before
             raise
+
+    def _text(self, ids: list[int]) -> str:
+        """The text of an answer; where functions may be called, with the special tokens that mark a call."""
+        if not self.tools:
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        ends = self.model.generation_config.eos_token_id
+        ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
+        return self.tokenizer.decode([token for token in ids if token not in ends])
 
     def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
         return encode_chats(self.tokenizer, [messages], self.tools)["input_ids"][0].tolist()
@@ -215,8 +228,10 @@ def read_tools(path: str, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, 
     except (ValueError, TypeError, LookupError) as error:
         raise ValueError(f"{path} must hold a JSON list of functions, each with a name.") from error
     question = [{"role": "user", "content": "?"}]
-    told = tokenizer.decode(encode_chats(tokenizer, [question], tools)["input_ids"][0]) if names else ""
-    if not names or not all(name in told for name in names):
+    told, bare = (
+        tokenizer.decode(encode_chats(tokenizer, [question], each)["input_ids"][0]) for each in (tools, None)
+    )
+    if not names or not all(told.count(name) > bare.count(name) for name in names):
         raise ValueError(f"This model's chat template does not tell it of the functions in {path}; leave --tools out.")
     return tools
 

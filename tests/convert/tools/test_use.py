@@ -439,6 +439,14 @@ def test_a_conversation_with_functions(chatting, tmp_path, monkeypatch, capsys):
     assert "/result is no command as it stands here" in done.err
 
 
+def test_a_result_that_the_template_leaves_out_is_refused(chatting):
+    """As Gemma 4's does after a call that it was not given as one."""
+    conversation, _ = talking(chatting, TOOLS.replace("in messages %}", "in messages if m['role'] != 'tool' %}"))
+    conversation.answer("w9 w10", LIMIT, 0.0)
+    with pytest.raises(ValueError, match="leaves out the result"):
+        conversation.answer("w11 w12", LIMIT, 0.0, role="tool")
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
