@@ -127,7 +127,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             for name, part in splits.items():
                 if part:
                     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-            (folder / "README.md").write_text(card(report, arguments, teaching, data.dataset_name or "a mixture"))
+            source = data.dataset_name or "a mixture"
+            (folder / "README.md").write_text(card(report, arguments, teaching, source, types_of(splits)))
     return report | {"output": str(output)}
 
 
@@ -353,17 +354,35 @@ def split_rows(
     return {"train": [row for i, row in enumerate(rows) if i not in tests], "test": [rows[i] for i in sorted(tests)]}
 
 
-def card(report: dict[str, Any], arguments: SeqKDArguments, teaching: TeacherArguments, source: str) -> str:
+def types_of(splits: dict[str, list[Row]]) -> dict[str, str]:
+    """Types of the columns for the card, or `datasets` would take them from the rows at the beginning of a file."""
+    values = {name: value for rows in splits.values() for row in rows for name, value in row.items()}
+    return {
+        name: "dtype: json" if name in BESIDE_TURNS else "dtype: string" if isinstance(value, str) else "list: json"
+        for name, value in values.items()
+    }
+
+
+def card(
+    report: dict[str, Any],
+    arguments: SeqKDArguments,
+    teaching: TeacherArguments,
+    source: str,
+    types: dict[str, str],
+) -> str:
     """The README.md of the data."""
     teacher_name = public_name(teaching.teacher_model_name_or_path)
     source_name = public_name(source)
     how = f"sampled at temperature {arguments.temperature}" if arguments.temperature else "greedy"
     files = "".join(f"\n  - split: {name}\n    path: {name}.jsonl" for name, n in report["rows"].items() if n)
+    features = "".join(f"\n  - name: {name}\n    {described}" for name, described in types.items())
     left_out = ", ".join(f"{n} {why}" for why, n in report["left out"].items())
     return f"""---
 configs:
 - config_name: default
   data_files:{files}
+dataset_info:
+  features:{features}
 task_categories:
 - text-generation
 tags:

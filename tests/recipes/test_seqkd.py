@@ -9,7 +9,9 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from convert.io.folder import mark
 from recipes import seqkd
+from recipes.training.forms import read_rows
 from recipes.training.load import load_named, load_splits
+from tests.helpers.data_forms import TOOL, call
 from tests.helpers.tiny_chat import (  # fmt: skip
     REASONING,
     STRICT,
@@ -215,6 +217,29 @@ def test_tools_are_asked_with_and_trained_with(tmp_path, monkeypatch, capsys):
     without += ("--max_completion_length", "4")
     distillation.main(common_arguments(hybrid, teacher, tmp_path / "train.jsonl", tmp_path / "on", *without))
     assert [tokenizer(row["prompt"]).input_ids for row in seen[1].train_dataset] == asks
+
+
+def test_what_only_later_rows_have_is_read_again(tmp_path, monkeypatch):
+    """`datasets` reads a file in blocks of 10 MB, and casts the others to the first."""
+    teacher = save_chat_teacher(tmp_path / "teacher", template=TOOLS)
+    rows = [
+        {"prompt": "w9"},
+        {"prompt": "w10", "tools": [TOOL]},
+        {"prompt": "w11", "chat_template_kwargs": {"mood": "w33"}},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = [
+        {"text": "w9 " * 4_000_000, "finished": True},
+        {"text": "", "finished": True},
+        {"text": "w9", "finished": True},
+    ]
+    answers[1]["tool_calls"] = [call("w30", w31="w32")]
+    monkeypatch.setattr(seqkd, "answer_all", lambda *_: answers)
+    seqkd.main(arguments(teacher, tmp_path / "rows.jsonl", tmp_path / "data", "--test_share", "0"))
+    found = read_rows(load_named(str(tmp_path / "data"))["train"], "answers")
+    assert found["tools"] == [None, [TOOL], None]
+    assert [row or None for row in found["chat_template_kwargs"]] == [None, None, {"mood": "w33"}]
+    assert found[1]["completion"][0]["tool_calls"] == answers[1]["tool_calls"]
 
 
 def test_a_question_that_the_template_refuses_is_named(tmp_path):
