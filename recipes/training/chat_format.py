@@ -17,11 +17,9 @@ from trl import is_conversational
 
 from convert.teachers.teacher import first_line
 
-from .forms import BETWEEN_TURNS, PAIR, Row, Turns
+from .forms import BETWEEN_TURNS, PAIR, SAID, Row, Turns
 
 PLACEHOLDER = "ANSWER"
-SAID = ("content", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold what is said."""
 STRUCTURE = ("role", "type", "id", "tool_call_id")
 """Fields that say how the others belong together, which templates say by their order."""
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)

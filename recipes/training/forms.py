@@ -5,11 +5,12 @@ docs/guide/training.md lists what each form becomes.
 
 import itertools
 import json
+import os
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from datasets import Features, Json, LargeList, List, Value
-from trl import extract_prompt
 
 from convert.checkpoint.load import function_tools
 
@@ -22,11 +23,25 @@ BETWEEN_TURNS = "\n\n"
 ROLES = {
     "user": "user", "human": "user", "prompter": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "bing": "assistant",
-    "bard": "assistant", "model": "assistant", "function_call": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
+    "bard": "assistant", "model": "assistant", "ai": "assistant",
+    "function_call": "assistant", "tool_call": "assistant",
+    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool",
+    "ipython": "tool",
     "system": "system", "developer": "developer",
 }  # fmt: skip
 """Roles of templates by users' names for them."""
+CALLERS = ("function_call", "tool_call")
+"""Roles whose content is a call."""
+SAID = ("content", "reasoning_content", "reasoning", "thinking", "tool_plan")
+"""Fields of a message that hold what is said."""
+FIELDS = (*SAID, "role", "name", "tool_calls", "tool_call_id")
+"""Fields of a message that are read; the others are left out."""
+SAME_FIELDS = ("from", "value", "function_call")
+"""Users' names for some of them."""
+ANSWERER = re.compile(
+    r"(?:^\W*|<\S+?>)(?:assistant|response|answer|model|bot|gpt|ai)(?::|\|>|<\S+?>|(?=\n))\n*|\[/INST\]", re.I | re.M
+)
+"""The name of who answers in a text, as a word or as a special token."""
 
 
 class Form(NamedTuple):
@@ -35,36 +50,50 @@ class Form(NamedTuple):
     question: str | None
     answers: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    """Columns that belong to the question or say it again."""
+    """Other columns that are part of the question, or that come with this form and are not needed."""
 
 
 PAIR = ("chosen", "rejected")
+CONVERSATIONS = ("messages", "conversations", "conversation")
+PARTS = ("input", "context")
+"""Columns that an `instruction` goes on in."""
 FORMS: dict[Kind, tuple[Form, ...]] = {
     "answers": (
         Form("input_ids", also=("labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths")),
         Form("prompt", ("completion",)),
         Form("messages", also=("prompt",)),
         Form("conversations"),
-        Form("instruction", ("output",), ("input",)),
+        Form("conversation"),
+        Form("instruction", ("output",), PARTS),
+        Form("instruction", ("response",), PARTS),
         Form("text"),
+        Form("question", ("answer",)),
+        Form("question", ("response",)),
+        Form("query", ("response",)),
+        Form("query", ("answers",)),
     ),
     "pairs": (
         Form("prompt", PAIR),
         Form("question", PAIR),
-        Form("instruction", PAIR, ("input",)),
+        Form("instruction", PAIR, PARTS),
+        Form("input", PAIR),
         Form("conversations", PAIR),
         Form(None, PAIR),
     ),
     "questions": (
         Form("messages", also=("prompt",)),
         Form("conversations"),
+        Form("conversation"),
         Form("prompt", also=("completion", *PAIR)),
-        Form("question", also=PAIR),
-        Form("instruction", also=("input", "output", *PAIR)),
+        Form("question", also=("answer", "response", *PAIR)),
+        Form("instruction", also=(*PARTS, "output", "response", *PAIR)),
+        Form("query", also=("response", "answers")),
+        Form("input", also=PAIR),
     ),
 }
 """The forms of each kind; where data has the columns of several, the first counts."""
-BESIDE_TURNS = ("system", "tools", "chat_template_kwargs", "documents")
+SYSTEM = ("system", "system_prompt")
+BESIDE_TURNS = (*SYSTEM, "tools", "chat_template_kwargs", "documents")
 """Columns that a chat template renders beside the messages, or as one."""
 
 
@@ -118,9 +147,17 @@ def unused(rows: Any, kind: Kind) -> list[str]:
     """The names of the columns that nothing reads."""
     form = form_of(kind, rows.column_names)
     used = {form.question, *form.answers, *form.also}
+    fields = []
     if form.question != "input_ids" and not any(map(_is_text, reader(rows, kind)(rows[0], 0).values())):
         used.update(BESIDE_TURNS)
-    return [name for name in rows.column_names if name not in used]
+        turns = [(name, turn) for name in (form.question, *form.answers) if name for turn in _listed(rows[0][name])]
+        fields = [(name, field) for name, turn in turns if isinstance(turn, dict) for field in turn]
+    others = [f"{name}.{field}" for name, field in dict.fromkeys(fields) if field not in (*FIELDS, *SAME_FIELDS)]
+    return [name for name in rows.column_names if name not in used] + others
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def reader(rows: Any, kind: Kind) -> Callable[[Row, int], Row]:
@@ -154,6 +191,8 @@ def without_filled(value: Any, feature: Any) -> Any:
 def _answered(row: Row, form: Form) -> Row:
     if form.question == "text":
         return {"text": _said(row, "text")}
+    if form.answers == ("answers",):  # calls, as JSON
+        row = row | {"answers": {"role": "assistant", "tool_calls": row["answers"]}}
     if not form.answers:
         return {"messages": _with_system(_said(row, form.question), row)}
     prompt, (completion,) = _matched(_question(row, form), [_said(row, form.answers[0])])
@@ -175,7 +214,14 @@ def _pair(row: Row, form: Form) -> Row:
     if prompt is None:
         if not all(map(_is_text, answers)):
             raise ValueError("has no prompt")
-        return extract_prompt(dict(zip(PAIR, answers, strict=True)))
+        turns = list(ANSWERER.finditer(os.path.commonprefix(answers)))
+        if not turns:
+            raise ValueError(
+                "has two texts that do not begin with a question and who answers, such as 'Assistant:'; give the "
+                "question as prompt"
+            )
+        end = turns[-1].end()
+        return {"prompt": answers[0][:end], **{name: a[end:] for name, a in zip(PAIR, answers, strict=True)}}
     prompt, answers = _matched(prompt, answers)
     if not prompt and isinstance(prompt, list):
         raise ValueError("has an empty prompt")
@@ -183,27 +229,29 @@ def _pair(row: Row, form: Form) -> Row:
 
 
 def _asked(row: Row, form: Form) -> Row:
-    turns = _question(row, form)
-    if isinstance(turns, str):
-        turns = [{"role": "user", "content": turns}]
-    first_answer = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
-    return {"prompt": turns[:first_answer]}
+    value = row[form.question]
+    if form.question in CONVERSATIONS and isinstance(value, list) and value:
+        value = list(itertools.takewhile(lambda turn: not _is_answer(turn), value))
+        if not value:
+            return {"prompt": []}
+    turns = _question(row | {form.question: value}, form)
+    return {"prompt": [{"role": "user", "content": turns}] if isinstance(turns, str) else turns}
 
 
 def _question(row: Row, form: Form) -> Turns | str:
-    """A row's question: a text if it is a `prompt` in words without a column `system` beside it, else messages."""
+    """A row's question: a text if it is a `prompt` in words without a system message's column, else messages."""
     value = row[form.question]
-    if not isinstance(value, str | None) or form.question in ("messages", "conversations"):
+    if not isinstance(value, str | None) or form.question in CONVERSATIONS:
         return _with_system(turns_of(value, form.question), row)
-    if form.question == "prompt" and "system" not in row:
+    if form.question == "prompt" and row.keys().isdisjoint(SYSTEM):
         return value or ""
-    parts = [value, row.get("input") if form.question == "instruction" else None]
+    parts = [value, *(row.get(name) for name in PARTS if form.question == "instruction")]
     return _with_system([{"role": "user", "content": BETWEEN_TURNS.join(part for part in parts if part)}], row)
 
 
 def _with_system(turns: Turns, row: Row) -> Turns:
-    """Messages with what the column `system` says before them."""
-    system = row.get("system")
+    """Messages with what a column says that the system does before them."""
+    system = next(filter(None, map(row.get, SYSTEM)), None)
     if not system:
         return turns
     if turns and turns[0]["role"] == "system":
@@ -221,7 +269,9 @@ def _said(row: Row, name: str) -> Turns | str:
     turns = [] if isinstance(value, str) else turns_of(value, name)
     answers = [turn for turn in turns if turn["role"] == "assistant"]
     if not answers or not (answers[-1]["content"].strip() or answers[-1].get("tool_calls")):
-        raise ValueError(f"has an empty {name}")
+        raise ValueError(f"has an empty answer in {name}")
+    if any(_is_answer(turn) and turn.get("weight") == 0 for turn in _listed(value)):
+        raise ValueError(f"has an answer of weight 0 in {name}, which is not to be trained on")
     return turns
 
 
@@ -255,7 +305,12 @@ def _beside(row: Row) -> Row:
         tools = _from_json(row["tools"], "tools")
         found["tools"] = function_tools(tools) if tools else None
     if {"chat_template_kwargs", "documents"} & row.keys():
-        found["chat_template_kwargs"] = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+        given = _from_json(row.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+        if not isinstance(given, dict):
+            raise ValueError("has chat_template_kwargs that are no JSON object")
+        if taken := {"tools", "tokenize", "add_generation_prompt"} & given.keys():
+            raise ValueError(f"has the key {min(taken)} in chat_template_kwargs, which is given already")
+        found["chat_template_kwargs"] = given
         if row.get("documents"):
             found["chat_template_kwargs"]["documents"] = _from_json(row["documents"], "documents")
     return found
@@ -278,22 +333,39 @@ def _message(given: Any) -> dict[str, Any]:
     """A message with a role of templates, a text for its content, and objects for arguments of calls."""
     if not isinstance(given, dict):
         raise ValueError(f"has {type(given).__name__} in the place of a message")
-    turn = {name: value for name, value in given.items() if value is not None}
-    called = str(turn.pop("from", turn.get("role")))
+    given = {name: value for name, value in given.items() if value is not None}
+    called = _called(given)
     role = ROLES.get(called.lower())
     if role is None:
         raise ValueError(f"has a message of the role {called!r}, where {', '.join(ROLES)} are known")
-    content = _text(turn.pop("value", turn.get("content")))
-    calls = turn.pop("tool_calls", None) or turn.pop("function_call", None)
-    if called.lower() == "function_call":
-        calls, content = content, ""
+    content = given.get("value", given.get("content"))
+    ways = [given.get("tool_calls"), given.get("function_call")]
+    if called.lower() in CALLERS:
+        ways, content = [*ways, content], ""
+    content = _text(content)
+    calls = [found for found in map(_calls, ways) if found]
+    if any([call["function"] for call in c] != [call["function"] for call in calls[0]] for c in calls):
+        raise ValueError("has a message with one call in tool_calls and another in function_call")
     if content is None and not calls:
         raise ValueError("has a message without content")
+    turn = {name: value for name, value in given.items() if name in FIELDS and name != "tool_calls"}
     turn |= {"role": role, "content": content or ""}
-    if calls:
-        calls = _from_json(calls, "function call")
-        turn["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-    return turn
+    return turn | ({"tool_calls": calls[0]} if calls else {})
+
+
+def _called(turn: dict[str, Any]) -> str:
+    """The role of a message by the user's name for it."""
+    return str(turn.get("from") or turn.get("role"))
+
+
+def _is_answer(turn: Any) -> bool:
+    return isinstance(turn, dict) and ROLES.get(_called(turn).lower()) == "assistant"
+
+
+def _calls(given: Any) -> list[dict[str, Any]]:
+    """Calls of functions, which may be one, none, or JSON text."""
+    calls = _from_json(given, "function call") or []
+    return [_call(call) for call in _listed(calls)]
 
 
 def _text(content: Any) -> str | None:
@@ -314,11 +386,11 @@ def _call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not function.get("name"):
         raise ValueError("has a function call without a name")
-    arguments = _from_json(function.get("arguments") or {}, "function call")
+    arguments = _from_json(function.get("arguments") or function.get("parameters") or {}, "function call")
     if not isinstance(arguments, dict):
         raise ValueError("has a function call whose arguments are no JSON object")
-    others = {name: value for name, value in call.items() if function is not call and value is not None}
-    return {"type": "function", **others, "function": {**function, "arguments": arguments}}
+    number = {"id": call["id"]} if call.get("id") is not None else {}
+    return {"type": "function", **number, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _from_json(value: Any, name: str) -> Any:

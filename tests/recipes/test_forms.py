@@ -91,6 +91,46 @@ def tokenizer_of(family):
             {"messages": [ASKED, assistant(None, function_call={"name": "f", "arguments": '{"a": null}'})]},
             {"messages": [ASKED, assistant("", tool_calls=[call("f", a=None)])]},
         ),
+        (
+            "answers",
+            {
+                "messages": [
+                    user("Oslo?") | {"language": "en", "weight": 0.0},
+                    {"from": "tool_call", "value": {"name": "weather", "parameters": {"city": "Oslo"}}, "weight": 1},
+                    {"from": "tool_response", "value": "sun"},
+                    {"from": "ai", "value": "Sunny in Oslo."},
+                ]
+            },
+            {"messages": READ_CALLS},
+        ),
+        (
+            "answers",
+            {"messages": [ASKED, assistant("", tool_calls=[call("f", a=1) | {"id": "b", "index": 0}],
+                                           function_call={"name": "f", "arguments": {"a": 1}})]},
+            {"messages": [ASKED, assistant("", tool_calls=[call("f", a=1) | {"id": "b"}])]},
+        ),
+        (
+            "answers",
+            {"system_prompt": "Be brief.", "question": "Why?", "response": "Because."},
+            {"prompt": [SYSTEM, ASKED], "completion": [CHOSEN]},
+        ),
+        ("answers", {"question": "Why?", "answer": "Because."}, ANSWERED),
+        ("answers", {"query": "Why?", "response": "Because."}, ANSWERED),
+        (
+            "answers",
+            {"instruction": "Why?", "context": "It is.", "response": "Because."},
+            {"prompt": [user("Why?\n\nIt is.")], "completion": [CHOSEN]},
+        ),
+        (
+            "answers",
+            {
+                "query": "Oslo?",
+                "answers": json.dumps([{"name": "weather", "arguments": {"city": "Oslo"}}]),
+                "tools": json.dumps([TOOL["function"]]),
+            },
+            {"prompt": CALLED[:1], "completion": READ_CALLS[1:2], "tools": [TOOL]},
+        ),
+        ("answers", {"conversation": [ASKED, CHOSEN]}, {"messages": [ASKED, CHOSEN]}),
         ("answers", {"messages": TALK, "documents": [{"text": "d"}]},
          {"messages": READ_CALLS, "chat_template_kwargs": {"documents": [{"text": "d"}]}}),
         ("pairs", PAIR, PAIR),
@@ -112,10 +152,22 @@ def tokenizer_of(family):
         ),
         (
             "pairs",
-            {"chosen": "Why? Yes.", "rejected": "Why? No."},
-            {"prompt": "Why?", "chosen": " Yes.", "rejected": " No."},
+            {"chosen": "\n\nHuman: Why?\n\nAssistant: It is.", "rejected": "\n\nHuman: Why?\n\nAssistant: It was."},
+            {"prompt": "\n\nHuman: Why?\n\nAssistant:", "chosen": " It is.", "rejected": " It was."},
+        ),
+        (
+            "pairs",
+            {"chosen": "<|im_start|>assistant\nOn", "rejected": "<|im_start|>assistant\nOff"},
+            {"prompt": "<|im_start|>assistant\n", "chosen": "On", "rejected": "Off"},
+        ),
+        (
+            "pairs",
+            {"system": "Be brief.", "input": "Why?", "chosen": "Because.", "rejected": "No idea."},
+            PAIR | {"prompt": [SYSTEM, ASKED]},
         ),
         ("questions", {"messages": TALK, "tools": [TOOL]}, {"prompt": [CALLED[0]], "tools": [TOOL]}),
+        ("questions", {"messages": [ASKED, {"role": "assistant"}, {"role": "narrator"}]}, {"prompt": [ASKED]}),
+        ("questions", {"prompt": [ASKED, CHOSEN, user("How?")]}, {"prompt": [ASKED, CHOSEN, user("How?")]}),
         ("questions", {"prompt": "Why?", "completion": "So."}, {"prompt": [ASKED]}),
         ("questions", {"system": "Be brief.", "question": "Why?"}, {"prompt": [SYSTEM, ASKED]}),
         ("questions", {"instruction": "Why?", "output": "So."}, {"prompt": [ASKED]}),
@@ -132,8 +184,8 @@ def test_a_form_is_read_as_trls(kind, row, expected):
         ("answers", {"messages": []}, "has no messages"),
         ("answers", {"messages": [ASKED, None]}, "NoneType in the place of a message"),
         ("answers", {"messages": [ASKED, {"role": "assistant"}]}, "a message without content"),
-        ("answers", {"messages": [ASKED]}, "has an empty messages"),
-        ("answers", {"messages": [ASKED, assistant(" ")]}, "has an empty messages"),
+        ("answers", {"messages": [ASKED]}, "has an empty answer in messages"),
+        ("answers", {"messages": [ASKED, assistant(" ")]}, "has an empty answer in messages"),
         ("answers", {"conversations": [{"from": "narrator", "value": "a"}]}, "role 'narrator', where user, .*gpt"),
         ("answers", {"messages": [user([{"type": "image"}]), CHOSEN]}, "a part of type 'image'"),
         ("answers", {"messages": [user(3), CHOSEN]}, "int for its content"),
@@ -143,7 +195,12 @@ def test_a_form_is_read_as_trls(kind, row, expected):
         ("answers", {"messages": [ASKED, CHOSEN], "tools": "weather"}, "tools that is no JSON"),
         ("answers", {"messages": [SYSTEM, ASKED, CHOSEN], "system": "Be long."}, "one system message in its column"),
         ("answers", {"text": None}, "has no text"),
+        ("answers", {"messages": [ASKED, CHOSEN | {"weight": 0}]}, "an answer of weight 0 in messages"),
+        ("answers", {"messages": [ASKED, assistant("", tool_calls=[call("f")], function_call={"name": "g"})]}, "and"),
+        ("answers", {"messages": [ASKED, CHOSEN], "chat_template_kwargs": {"tools": []}}, "the key tools in chat"),
+        ("answers", {"messages": [ASKED, CHOSEN], "chat_template_kwargs": [1]}, "chat_template_kwargs that are no"),
         ("pairs", {"chosen": [CHOSEN], "rejected": [REJECTED]}, "has no prompt"),
+        ("pairs", {"chosen": "The sky is", "rejected": "The sea is"}, "two texts that do not begin .* as prompt"),
         ("pairs", {"chosen": [ASKED, CHOSEN], "rejected": [user("What?"), REJECTED]}, "answers to two questions"),
         ("pairs", {"prompt": [user("Who?")], "chosen": [ASKED, CHOSEN], "rejected": [ASKED, CHOSEN]}, "another q"),
         ("pairs", {"prompt": "Why?", "chosen": [CHOSEN], "rejected": None}, "has no rejected"),
@@ -153,7 +210,9 @@ def test_a_form_is_read_as_trls(kind, row, expected):
 def test_what_cannot_be_read_is_refused_by_number(kind, row, expected):
     fine = {"answers": {"messages": [ASKED, CHOSEN], "conversations": [ASKED, CHOSEN], "text": "a"}, "pairs": PAIR}
     fine = {name: fine.get(kind, fine["answers"]).get(name) for name in row}
-    if kind == "pairs" and "prompt" not in row:
+    if kind == "pairs" and isinstance(row["chosen"], str):
+        fine = {"chosen": "Answer: A", "rejected": "Answer: B"}
+    elif kind == "pairs" and "prompt" not in row:
         fine = {name: [ASKED, turns[0]] for name, turns in fine.items()}
     with pytest.raises(ValueError, match=f"^Row 1 of the data .*{expected}.*leave them out.$"):
         read_rows(rows_of(fine, row), kind)
@@ -167,8 +226,6 @@ def test_texts_and_messages_do_not_mix():
 
 def test_a_prompt_that_is_empty_in_every_row():
     with pytest.raises(ValueError, match="prompt is empty in every row .* as question"):
-        read_rows(rows_of({"chosen": "A.", "rejected": "No.", "asked": "Why?"}), "pairs")
-    with pytest.raises(ValueError, match="prompt is empty in every row"):
         read_rows(rows_of({"prompt": "", "completion": "A."}), "answers")
 
 
@@ -179,7 +236,12 @@ def test_a_prompt_that_is_empty_in_every_row():
         ("answers", {"prompt": "Why?", "completion": "So.", "tools": "[]", "source": "a"}, ["tools", "source"]),
         ("answers", PAIR | {"messages": [ASKED, CHOSEN], "prompt": "Why?"}, ["chosen", "rejected"]),
         ("answers", {"input_ids": [3], "labels": [3], "length": 1}, ["length"]),
-        ("pairs", {"chosen": "A. B", "rejected": "A. C", "asked": "Why?"}, ["asked"]),
+        (
+            "answers",
+            {"messages": [ASKED | {"toxic": None}, CHOSEN | {"weight": 1.0}]},
+            ["messages.toxic", "messages.weight"],
+        ),
+        ("pairs", {"chosen": "Answer: B", "rejected": "Answer: C", "asked": "Why?"}, ["asked"]),
         ("pairs", {"system": "", "question": "Why?", "chosen": "A.", "rejected": "B."}, []),
         ("questions", {"instruction": "Why?", "input": "", "output": "So.", "tools": "[]", "id": 1}, ["id"]),
     ],
@@ -261,7 +323,6 @@ def test_calls_are_rendered_or_refused(kind, family):
          "content of message 1 in row 0"),
         ("phi3", {"messages": [ASKED, {"role": "tool", "content": "W"}, CHOSEN]}, "content of message 1 in row 0"),
         ("qwen2_5", {"messages": [ASKED | {"name": "Why"}, CHOSEN]}, "name of message 0 in row 0"),
-        ("qwen2_5", {"messages": [ASKED, CHOSEN | {"weight": 0}]}, "weight of message 1 in row 0"),
         ("qwen2_5", {"messages": [ASKED, assistant("Because.", reasoning_content="Why?")]}, "reasoning_content of"),
         ("qwen2_5", {"messages": [ASKED, CHOSEN], "documents": [{"text": "Why?"}]}, "text of document 0"),
         ("qwen3", {"messages": [ASKED, assistant("", tool_calls=[call("f") | {"id": "a"}, call("f") | {"id": "b"}]),

@@ -228,18 +228,14 @@ def test_what_only_later_rows_have_is_read_again(tmp_path, monkeypatch):
         {"prompt": "w11", "chat_template_kwargs": {"mood": "w33"}},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    answers = [
-        {"text": "w9 " * 4_000_000, "finished": True},
-        {"text": "", "finished": True},
-        {"text": "w9", "finished": True},
-    ]
-    answers[1]["tool_calls"] = [call("w30", w31="w32")]
-    monkeypatch.setattr(seqkd, "answer_all", lambda *_: answers)
+    calls = [call("w30", w31="w32")]
+    answers = [{"text": "w9 " * 4_000_000}, {"text": "", "tool_calls": calls}, {"text": "w9"}]
+    monkeypatch.setattr(seqkd, "answer_all", lambda *_: [answer | {"finished": True} for answer in answers])
     seqkd.main(arguments(teacher, tmp_path / "rows.jsonl", tmp_path / "data", "--test_share", "0"))
     found = read_rows(load_named(str(tmp_path / "data"))["train"], "answers")
     assert found["tools"] == [None, [TOOL], None]
     assert [row or None for row in found["chat_template_kwargs"]] == [None, None, {"mood": "w33"}]
-    assert found[1]["completion"][0]["tool_calls"] == answers[1]["tool_calls"]
+    assert found[1]["completion"][0]["tool_calls"] == calls
 
 
 def test_a_question_that_the_template_refuses_is_named(tmp_path):

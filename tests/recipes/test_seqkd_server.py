@@ -69,7 +69,7 @@ def test_tools_go_to_the_server_and_calls_come_back(tmp_path):
     row = {"prompt": "w9", "tools": [tool], "chat_template_kwargs": {"mood": "w33"}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     call = {"id": "a", "type": "function", "function": {"name": "w30", "arguments": '{"w31": "w32"}'}}
-    with OpenAIServer(calls=[call]) as server:
+    with OpenAIServer(calls=[call | {"index": 0}]) as server:
         answered(teacher, tmp_path / "rows.jsonl", tmp_path / "out", server, "--test_share", "0")
     assert server.asked[0]["tools"] == [tool]
     assert server.asked[0]["chat_template_kwargs"] == {"mood": "w33"}
