@@ -31,7 +31,7 @@ from convert.teachers.teacher import public_name
 
 from .training.arguments import TeacherArguments, parse_classes
 from .training.chat_format import as_text, question_ids
-from .training.forms import BESIDE_TURNS, Row, Turns, reader
+from .training.forms import BESIDE_TURNS, Row, Turns, reader, refuse
 from .training.load import load_splits, load_teacher
 from .training.run import local_files, name_unused, script
 from .training.server import Server
@@ -138,19 +138,24 @@ def read_prompts(
     """The questions in the data, each once, and how many rows were left out for which reason."""
     prompts = []
     seen = set()
+    refused = {}
     counts = {"duplicates": 0, "too long": 0, "empty": 0}
     read = reader(rows, "questions")
     for number, row in enumerate(rows):
         if len(prompts) == arguments.max_prompts:
             break
-        row = read(row, number)
-        turns = row["prompt"]
-        if not turns or not any(turn["content"].strip() for turn in turns):
-            counts["empty"] += 1
+        try:
+            row = read(row, number)
+            turns = row["prompt"]
+            if not turns or not any(turn["content"].strip() for turn in turns):
+                counts["empty"] += 1
+                continue
+            if tokenizer.chat_template is None:
+                turns = as_text(turns, number, row)
+            ids = question_ids(turns, tokenizer, row, number)
+        except ValueError as error:
+            refused[number] = str(error)
             continue
-        if tokenizer.chat_template is None:
-            turns = as_text(turns, number, row)
-        ids = question_ids(turns, tokenizer, row, number)
         if tuple(ids) in seen:
             counts["duplicates"] += 1
         elif len(ids) > arguments.max_prompt_length:
@@ -159,6 +164,7 @@ def read_prompts(
             seen.add(tuple(ids))
             beside = {name: row[name] for name in BESIDE_TURNS if row.get(name)}
             prompts.append(Prompt(turns, ids, beside))
+    refuse(refused, rows)
     return prompts, counts
 
 

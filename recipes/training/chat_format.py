@@ -10,14 +10,14 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from datasets import Features, Json, List, Value
+from datasets import Json, List, Value
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from trl import is_conversational
 
 from convert.teachers.teacher import first_line
 
-from .forms import BETWEEN_TURNS, PAIR, SAID, Row, Turns
+from .forms import BETWEEN_TURNS, PAIR, SAID, Row, Turns, mapped
 
 PLACEHOLDER = "ANSWER"
 STRUCTURE = ("role", "type", "id", "tool_call_id")
@@ -73,8 +73,7 @@ def questions(rows: Any, tokenizer: PreTrainedTokenizerBase, options: dict[str, 
         return {"prompt": without_beginning(text, tokenizer) if as_rendered else turns}
 
     is_text = as_rendered or tokenizer.chat_template is None
-    types = Features({"prompt": Value("string") if is_text else List(Json())})
-    found = rows.map(question, with_indices=True, remove_columns=rows.column_names, features=types)
+    found = mapped(rows, question, {"prompt": Value("string") if is_text else List(Json())})
     found = found.filter(lambda row: len(row["prompt"]) > 0)
     if not len(found):
         raise ValueError(f"None of the data's {len(rows)} rows holds a question.")
@@ -277,8 +276,7 @@ def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_o
             labels = [-100] * len(asked) + answered
         return {"input_ids": asked + answered, "labels": labels}
 
-    checked_rows = rows.map(faithful, with_indices=True, remove_columns=rows.column_names)
-    if all(checked_rows["faithful"]):
+    if all(mapped(rows, faithful, {"faithful": Value("bool")})["faithful"]):
         return rows
     return rows.map(as_ids, with_indices=True, remove_columns=rows.column_names)
 
@@ -292,8 +290,7 @@ def _as_texts(rows: Any, answers: tuple[str, ...]) -> Any:
         parts = {name: as_text(row[name], number, row) for name in ("prompt", *answers)}
         return parts | {"prompt": parts["prompt"] + BETWEEN_TURNS}
 
-    types = Features(dict.fromkeys(("prompt", *answers), Value("string")))
-    return rows.map(plain, with_indices=True, remove_columns=rows.column_names, features=types)
+    return mapped(rows, plain, dict.fromkeys(("prompt", *answers), Value("string")))
 
 
 def pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -315,9 +312,8 @@ def pairs(rows: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
             return answer.rstrip()
         return answer
 
-    # said, or `datasets` would read the texts as the messages that the columns held
-    types = Features(dict.fromkeys(("prompt", *PAIR), Value("string")) | {"faithful": Value("bool")})
-    rendered = rows.map(in_three, with_indices=True, remove_columns=rows.column_names, features=types)
+    types = dict.fromkeys(("prompt", *PAIR), Value("string")) | {"faithful": Value("bool")}
+    rendered = mapped(rows, in_three, types)
     if all(rendered["faithful"]):
         return rows
     return rendered.remove_columns("faithful")

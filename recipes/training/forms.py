@@ -3,6 +3,7 @@
 docs/guide/training.md lists what each form becomes.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -38,6 +39,8 @@ FIELDS = (*SAID, "role", "name", "tool_calls", "tool_call_id")
 """Fields of a message that are read; the others are left out."""
 SAME_FIELDS = ("from", "value", "function_call")
 """Users' names for some of them."""
+SHOWN = 5
+"""Numbers of refused rows in an error."""
 ANSWERER = re.compile(
     r"(?:^\W*|<\S+?>)(?:assistant|response|answer|model|bot|gpt|ai)(?::|\|>|<\S+?>|(?=\n))\n*|\[/INST\]", re.I | re.M
 )
@@ -116,27 +119,73 @@ def read_rows(rows: Any, kind: Kind) -> Any:
     """Rows in TRL's form.
 
     Raises:
-        ValueError: a row cannot be read, or no row has a prompt.
+        ValueError: rows cannot be read, or no row has a prompt or a text.
     """
-    if form_of(kind, rows.column_names).question == "input_ids":
+    question = form_of(kind, rows.column_names).question
+    if question == "input_ids":
         return rows
     read = reader(rows, kind)
-    first = read(rows[0], 0)
+    first = _first_read(rows, kind)
     types = {name: Json() if name in BESIDE_TURNS else List(Json()) for name in first}
     types |= {name: Value("string") for name, value in first.items() if _is_text(value)}
 
     def alike(row: Row, number: int) -> Row:
         found = read(row, number)
         if list(map(_is_text, found.values())) != list(map(_is_text, first.values())):
-            raise ValueError(f"Rows 0 and {number} of the data differ: one has texts where the other has messages.")
+            raise ValueError(f"Row {number} of the data differs from the first: one has texts, the other messages.")
         return found
 
-    found = rows.map(alike, with_indices=True, remove_columns=rows.column_names, features=Features(types))
+    found = mapped(rows, alike, types)
+    if question == "text":
+        found = found.filter(lambda text: bool(text.strip()), input_columns="text")
+        if not len(found):
+            raise ValueError("The text is empty in every row of the data.")
     if kind != "questions" and "prompt" in types and not any(found["prompt"]):
         raise ValueError(
             "The prompt is empty in every row of the data; give the question as prompt, or as question or instruction."
         )
     return found
+
+
+def mapped(rows: Any, change: Callable[[Row, int], Row], types: dict[str, Any]) -> Any:
+    """Rows as `change` makes them of a row and its number.
+
+    Args:
+        types: of the columns.
+
+    Raises:
+        ValueError: `change` refuses rows, with the reason for the first and the numbers of others.
+    """
+
+    def changed(row: Row, number: int) -> Row:
+        try:
+            return change(row, number) | {"refused": None}
+        except ValueError as error:
+            return dict.fromkeys(types) | {"refused": str(error)}
+
+    features = Features(types | {"refused": Value("string")})
+    found = rows.map(changed, with_indices=True, remove_columns=rows.column_names, features=features)
+    refuse({number: reason for number, reason in enumerate(found["refused"]) if reason}, rows)
+    return found.remove_columns("refused")
+
+
+def refuse(reasons: dict[int, str], rows: Any) -> None:
+    """Raise ValueError for rows that are refused, if there are any, given the reasons by their numbers."""
+    if not reasons:
+        return
+    numbers = ", ".join(map(str, list(reasons)[:SHOWN])) + (", ..." if len(reasons) > SHOWN else "")
+    split = f" of the split {rows.split}" if rows.split else ""
+    refused = f" Refused in all{split}: {len(reasons)} (rows {numbers})." if len(reasons) > 1 or split else ""
+    raise ValueError(next(iter(reasons.values())) + refused)
+
+
+def _first_read(rows: Any, kind: Kind) -> Row:
+    """What the first row that can be read becomes."""
+    read = reader(rows, kind)
+    for number, row in enumerate(rows):
+        with contextlib.suppress(ValueError):
+            return read(row, number)
+    return read(rows[0], 0)
 
 
 def _is_text(value: Any) -> bool:
@@ -148,7 +197,7 @@ def unused(rows: Any, kind: Kind) -> list[str]:
     form = form_of(kind, rows.column_names)
     used = {form.question, *form.answers, *form.also}
     fields = []
-    if form.question != "input_ids" and not any(map(_is_text, reader(rows, kind)(rows[0], 0).values())):
+    if form.question != "input_ids" and not any(map(_is_text, _first_read(rows, kind).values())):
         used.update(BESIDE_TURNS)
         turns = [(name, turn) for name in (form.question, *form.answers) if name for turn in _listed(rows[0][name])]
         fields = [(name, field) for name, turn in turns if isinstance(turn, dict) for field in turn]
@@ -190,7 +239,7 @@ def without_filled(value: Any, feature: Any) -> Any:
 
 def _answered(row: Row, form: Form) -> Row:
     if form.question == "text":
-        return {"text": _said(row, "text")}
+        return {"text": row["text"] if isinstance(row["text"], str) else _said(row, "text")}
     if form.answers == ("answers",):  # calls, as JSON
         row = row | {"answers": {"role": "assistant", "tool_calls": row["answers"]}}
     if not form.answers:

@@ -138,11 +138,18 @@ class Run:
         train = self.arguments.chunk_of(train)
         if self.state.is_main_process:
             name_unused(train, kind)
-        train, held_out = to_both(lambda rows: read_rows(rows, kind), train, held_out)
+        train, held_out = to_both(lambda rows: self.read(rows, kind), train, held_out)
         student, tokenizer = load_student(self.model_config)
         if not self.model_config.use_peft:
             set_trainable(student, self.arguments.trainable)
         return train, held_out, student, tokenizer
+
+    def read(self, rows: Any, kind: Kind) -> Any:
+        """Rows in TRL's form; how many empty texts are left out is printed."""
+        found = read_rows(rows, kind)
+        if len(found) < len(rows) and self.state.is_main_process:
+            console.print(f"left out: {len(rows) - len(found)} rows of {len(rows)} whose text is empty")
+        return found
 
     def check_rows(self, given: int, trainer: Trainer) -> None:
         """Say how many of the `given` rows the trainer's preparation left out."""

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trl
@@ -10,6 +11,7 @@ from datasets import Dataset, load_dataset
 from recipes import dpo, seqkd, sft
 from recipes.training.chat_format import faithful_answers, pairs, questions
 from recipes.training.forms import read_rows, unused
+from recipes.training.run import Run
 from tests.helpers.data_forms import (
     ANSWERED,
     ASKED,
@@ -220,8 +222,28 @@ def test_what_cannot_be_read_is_refused_by_number(kind, row, expected):
 
 def test_texts_and_messages_do_not_mix():
     rows = rows_of({"prompt": "Why?", "completion": "So."}, ANSWERED)
-    with pytest.raises(ValueError, match="Rows 0 and 1 of the data differ"):
+    with pytest.raises(ValueError, match="Row 1 of the data differs from the first: one has texts"):
         read_rows(rows, "answers")
+
+
+def test_all_rows_that_are_refused_are_counted():
+    rows = [{"messages": [ASKED, CHOSEN]} if i in (1, 4) else {"messages": [ASKED]} for i in range(9)]
+    expected = r"^Row 0 of the data has an empty .* Refused in all: 7 \(rows 0, 2, 3, 5, 6, ...\).$"
+    with pytest.raises(ValueError, match=expected):
+        read_rows(rows_of(*rows), "answers")
+    split = Dataset.from_list([{"messages": [SYSTEM, ASKED, CHOSEN]}] * 2, split="test")
+    for kind, prepare in (("answers", faithful_answers), ("questions", questions)):
+        with pytest.raises(ValueError, match=r"^Row 0 .*System role.* split test: 2 \(rows 0, 1\).$"):
+            prepare(read_rows(split, kind), tokenizer_of("gemma"))
+
+
+def test_empty_texts_are_left_out_and_counted(capsys):
+    run = SimpleNamespace(state=SimpleNamespace(is_main_process=True))
+    rows = rows_of({"text": ""}, {"text": "Why?"}, {"text": " \n"})
+    assert Run.read(run, rows, "answers")[:] == {"text": ["Why?"]}
+    assert "left out: 2 rows of 3 whose text is empty\n" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="text is empty in every row"):
+        read_rows(rows_of({"text": ""}), "answers")
 
 
 def test_a_prompt_that_is_empty_in_every_row():
