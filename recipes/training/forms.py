@@ -180,7 +180,7 @@ def refuse(reasons: dict[int, str], rows: Any) -> None:
 
 
 def _first_read(rows: Any, kind: Kind) -> Row:
-    """What the first row that can be read becomes."""
+    """The first row that can be read, in TRL's form."""
     read = reader(rows, kind)
     for number, row in enumerate(rows):
         with contextlib.suppress(ValueError):
