@@ -22,6 +22,7 @@ from .forms import BETWEEN_TURNS, PAIR, SAID, Row, Turns, mapped
 PLACEHOLDER = "ANSWER"
 STRUCTURE = ("role", "type", "id", "tool_call_id")
 """Fields that say how the others belong together, which templates say by their order."""
+SYSTEMS = ("system", "developer")
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """Errors of a chat template that does not take a row."""
 Place = tuple[str | int, ...]
@@ -129,31 +130,37 @@ def checked(
 ) -> str:
     """Text of a question and what is answered, in which all that the row says has to show.
 
-    Texts of users have to be there as they are. All other texts and numbers are changed, which must change the text.
+    Texts of users have to be there as they are. All other texts and numbers are changed, which must change the text;
+    of the template's arguments only texts, since a switch may be as it is by default.
 
     Raises:
         ValueError: the template refuses the row, or leaves out part of it.
     """
     turns = asked + answered
     text = render(turns, tokenizer, number, row, **options)
-    if not _says(text, [turn for turn in turns if turn["role"] not in ("assistant", "tool")]):
+    if not _says(text, [turn for turn in turns if turn["role"] == "user"]):
         raise ValueError(
-            f"The chat template leaves out part of what the system or the user says in row {number} of the data; "
-            "leave such rows out."
+            f"The chat template leaves out part of what a user says in row {number} of the data; leave such rows out."
         )
     options |= row.get("chat_template_kwargs") or {}
-    said = {"message": turns, "tool": row.get("tools"), "document": options.get("documents")}
+    more = {name: value for name, value in options.items() if not isinstance(value, int | float)}
+    more.pop("documents", None)
+    if asked and answered:  # arguments may change only how an answer begins where it is asked for
+        more = {}
+    said = {"message": turns, "tool": row.get("tools"), "document": options.get("documents"), "argument": more}
     leaves = {path: leaf for path, leaf in _leaves(said).items() if _has_to_show(path, turns, len(asked))}
     leaves |= _ids_out_of_order(turns)
     roles = {turn["role"] for turn in turns}
-    if "tool" not in roles and all(path[0] == "message" and path[2] == "content" for path in leaves):
+    is_plain = all(path[0] == "message" and path[2] == "content" for path in leaves)
+    if is_plain and "tool" not in roles and _says(text, [turn for turn in turns if turn["role"] in SYSTEMS]):
         return text
 
     def changed(changes: Mapping[Place, Any]) -> str:
         new = copy.deepcopy(said)
         for path, value in changes.items():
             functools.reduce(operator.getitem, path[:-1], new)[path[-1]] = value
-        others = {"tools": new["tool"], "chat_template_kwargs": options | {"documents": new["document"]}}
+        arguments = options | new["argument"] | {"documents": new["document"]}
+        others = {"tools": new["tool"], "chat_template_kwargs": arguments}
         try:
             return render(new["message"], tokenizer, number, others)
         except ValueError:
@@ -164,9 +171,10 @@ def checked(
     for path, mark in marks.items():
         other = not leaves[path] if isinstance(leaves[path], bool) else mark
         if mark not in marked and changed({path: other}) == text:
+            part = f"{'.'.join(map(str, path[2:]))} of " if path[2:] else ""
             raise ValueError(
-                f"The chat template leaves out {'.'.join(map(str, path[2:]))} of {path[0]} {path[1]} in row {number} "
-                "of the data; take a template that renders it, say it in the content, or leave such rows out."
+                f"The chat template leaves out {part}{path[0]} {path[1]} in row {number} of the data; take a template "
+                "that renders it, say it in the content, remove a column that holds it, or leave such rows out."
             )
     return text
 
@@ -183,10 +191,10 @@ def _leaves(said: Any, path: Place = ()) -> dict[Place, Any]:
 
 
 def _has_to_show(path: Place, turns: Turns, asked: int) -> bool:
-    """Return False for what may be missing from a rendering.
+    """Return True for what a rendering has to show.
 
-    These are earlier reasoning and parts of a function's schema, which are missing when the model is asked, too, and
-    the name of a result that its call has.
+    It may lack reasoning before the last question and all of a function but its name, which are missing when the model
+    is asked, too, and the name of a result that is the name of a call.
 
     Args:
         asked: number of the messages that are a question.
@@ -225,7 +233,7 @@ def _in_two(row: Row, name: str, tokenizer: PreTrainedTokenizerBase, number: int
         name: column of the answer.
     """
     turns = row[name]
-    prompt = render(row["prompt"], tokenizer, number, row, add_generation_prompt=True)
+    prompt = checked(row["prompt"], tokenizer, number, row, [], add_generation_prompt=True)
     whole = checked(row["prompt"], tokenizer, number, row, turns)
     if whole.startswith(prompt) and _says(whole[len(prompt) :], turns):
         return prompt, whole[len(prompt) :], True
@@ -260,7 +268,8 @@ def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_o
         if "prompt" in row:
             return {"faithful": _in_two(row, "completion", tokenizer, number)[2]}
         turns = row["messages"]
-        if not _says(checked([], tokenizer, number, row, turns), turns):
+        text = checked([], tokenizer, number, row, turns)
+        if not _says(text, [turn for turn in turns if turn["role"] == "assistant"]):
             raise ValueError(
                 f"The chat template leaves out part of an answer in row {number} of the data, such as its reasoning; "
                 "give such rows as prompt and completion, which are trained on as they stand."

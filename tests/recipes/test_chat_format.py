@@ -118,7 +118,7 @@ BOTH = [{"role": "assistant", "content": "w14"}, *REASONED]
         (faithful_answers, STRICT, {"prompt": [SYSTEM, *ASKED], "completion": REASONED}, "Row 1 .* .System role"),
         (pairs, STRICT, {"prompt": [SYSTEM], "chosen": REASONED, "rejected": [OTHER]}, "Row 1 .* .System role"),
         (questions, STRICT, {"prompt": [SYSTEM, *ASKED]}, "Row 1 of the data does not fit .* .System role not supp"),
-        (questions, "w4 {{ messages[-1]['content'] }}", {"prompt": [USER, ASKED[0]]}, "the user says in row 1"),
+        (questions, "w4 {{ messages[-1]['content'] }}", {"prompt": [USER, ASKED[0]]}, "a user says in row 1"),
     ],
 )
 def test_rows_that_do_not_fit_the_template_are_named(prepare, template, row, expected):

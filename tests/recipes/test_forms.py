@@ -347,6 +347,9 @@ def test_calls_are_rendered_or_refused(kind, family):
         ("qwen2_5", {"messages": [ASKED | {"name": "Why"}, CHOSEN]}, "name of message 0 in row 0"),
         ("qwen2_5", {"messages": [ASKED, assistant("Because.", reasoning_content="Why?")]}, "reasoning_content of"),
         ("qwen2_5", {"messages": [ASKED, CHOSEN], "documents": [{"text": "Why?"}]}, "text of document 0"),
+        ("qwen2_5", {"messages": [ASKED, CHOSEN], "chat_template_kwargs": {"mood": "bad", "enable_thinking": False}},
+         "argument mood in row 0"),
+        ("phi3", {"messages": [{"role": "developer", "content": "Be brief."}, ASKED, CHOSEN]}, "content of message 0"),
         ("qwen3", {"messages": [ASKED, assistant("", tool_calls=[call("f") | {"id": "a"}, call("f") | {"id": "b"}]),
                                 *({"role": "tool", "content": "W", "tool_call_id": i} for i in "ba"), CHOSEN]},
          "tool_call_id of message 2"),
@@ -368,6 +371,18 @@ def test_what_has_not_to_be_rendered():
     reasoned = [ASKED, assistant("Because.", reasoning_content="Hm."), user("How?")]
     rows = read_rows(rows_of({"prompt": reasoned, "completion": [CHOSEN]}), "answers")
     assert faithful_answers(rows, tokenizer_of("qwen3"))[0]["prompt"] == reasoned
+
+
+def test_a_system_message_may_be_read_as_a_switch():
+    """As SmolLM3's template reads one."""
+    tokenizer = chat_tokenizer(
+        "{% if messages[0].role == 'system' %}[{{ messages[0].content.replace('/no_think', '') }}]{% endif %}"
+        "{% for turn in messages if turn.role != 'system' %}{{ turn.content }}</s>{% endfor %}"
+        "{{ '' if enable_thinking | default(true) else '' }}"
+    )
+    turns = [SYSTEM | {"content": "/no_think"}, ASKED, CHOSEN]
+    rows = read_rows(rows_of({"messages": turns, "chat_template_kwargs": {"enable_thinking": False}}), "answers")
+    assert faithful_answers(rows, tokenizer)[0]["messages"] == turns
 
 
 def test_texts_alone_without_a_chat_template():
