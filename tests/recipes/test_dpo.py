@@ -134,7 +134,7 @@ def test_on_policy_distillation_comes_closer_to_the_teacher(world, tmp_path):
     "row, expected",
     [
         ({"prompt": "w9", "chosen": "w8"}, "needed are"),
-        ({"prompt": "w9", "chosen": "w8", "rejected": ""}, "Row 0 of the data has an empty rejected"),
+        ({"prompt": "w9", "chosen": "w8", "rejected": ""}, "Row 0 of the data has an empty answer in rejected"),
     ],
 )
 def test_pairs_that_cannot_be_used(row, expected, world, tmp_path):

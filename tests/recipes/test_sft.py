@@ -358,9 +358,9 @@ def test_bad_input_is_one_clear_error(more, expected, world, tmp_path, monkeypat
 @pytest.mark.parametrize(
     "row, expected",
     [
-        ({"question": "w9", "answer": "w10"}, "needed are"),
-        ({"prompt": "w9 w8", "completion": " "}, "Row 0 of the data has an empty completion"),
-        ({"messages": [{"role": "user", "content": "w9"}]}, "Row 0 of the data has an empty messages"),
+        ({"asked": "w9", "answer": "w10"}, "needed are"),
+        ({"prompt": "w9 w8", "completion": " "}, "Row 0 of the data has an empty answer in completion"),
+        ({"messages": [{"role": "user", "content": "w9"}]}, "Row 0 of the data has an empty answer in messages"),
     ],
 )
 def test_data_that_cannot_be_used(row, expected, world, tmp_path):
