@@ -8,7 +8,7 @@ counts tokens by looking at an attention layer; for a model of mixers alone `Rec
 States cannot be cropped as keys can. So transformers announces that a cache will be cropped, in assisted generation
 and prompt lookup (`activate_past_recording`), and from then on a layer keeps a `Recording`.
 
-Shapes: B batch, L length, K key/value heads, P head dim, I channels of a convolution.
+Shapes: B batch, L length, K key/value heads, P head dim, I inner width.
 """
 
 from collections.abc import Callable
