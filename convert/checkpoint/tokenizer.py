@@ -261,8 +261,9 @@ def read_generation_config(
             given = GenerationConfig.from_model_config(teacher.config).to_diff_dict()
         eos = given.get("eos_token_id")
         ends = {end for end in (eos if isinstance(eos, list) else [eos]) if end is not None}
-        if teacher.gguf_file is not None and tokenizer is not None and not ends >= _gguf_ends(teacher, tokenizer):
-            ends |= _gguf_ends(teacher, tokenizer)
+        more = _gguf_ends(teacher, tokenizer) if teacher.gguf_file is not None and tokenizer is not None else set()
+        if more - ends:
+            ends |= more
             given["eos_token_id"] = sorted(ends)
         notes = {name: why for name, (value, why) in OF_TRAINING.items() if given.get(name) is value}
         kept = {name: value for name, value in given.items() if name not in notes}
