@@ -76,15 +76,10 @@ class Conversation:
         """The model's answer to what is said next; each piece of it goes to `on_text` as it is decoded.
 
         Args:
-            role: of who says it, "tool" for the result of a function.
-
-        Raises:
-            ValueError: the chat template leaves out the result.
+            role: of the message, "tool" for the result of a function (see `shows_result`).
         """
         messages = [*self.messages, {"role": role, "content": said}]
         ids = self._tokens(messages)
-        if role == "tool" and "".join(said.split()) not in "".join(self.tokenizer.decode(ids).split()):
-            raise ValueError("This model's chat template leaves out the result here; say it as a question.")
         self._go_back(ids)
         inputs = torch.tensor([ids], device=self.model.device)
         try:
@@ -132,6 +127,11 @@ class Conversation:
         except BaseException:
             self.messages = before
             raise
+
+    def shows_result(self, said: str) -> bool:
+        """Return True if the chat template renders this result of a function as the next message."""
+        ids = self._tokens([*self.messages, {"role": "tool", "content": said}])
+        return "".join(said.split()) in "".join(self.tokenizer.decode(ids).split())
 
     def _text(self, ids: list[int]) -> str:
         """The text of an answer; where functions may be called, with the special tokens that mark a call."""
@@ -247,6 +247,8 @@ def _take_turn(conversation: Conversation, said: str, options: ChatOptions) -> N
     elif again:
         conversation.answer_again(text or None, *how)
         print_piece("\n")
+    elif command == "/result" and text and not conversation.shows_result(text):
+        sys.stderr.write("This model's chat template leaves out the result here; say it as a question.\n")
     elif command == "/result" and text:
         conversation.answer(text, *how, role="tool")
         print_piece("\n")
