@@ -1,12 +1,14 @@
 """Published files of real models, made small, through conversion, generation, training and export."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import trl
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
@@ -18,7 +20,7 @@ from convert.options import ExportOptions, OutputOptions
 from recipes import dpo, seqkd, sft
 from recipes.training.chat_format import faithful_answers, pairs, questions
 from recipes.training.forms import read_rows
-from tests.helpers.data_forms import FORMS, rows_of
+from tests.helpers.data_forms import FORMS, FORMS_OF_SOME_TEMPLATES, rows_of
 from tests.helpers.real_models import (
     CODE_SPLIT,
     REAL_MODELS,
@@ -31,11 +33,6 @@ from tests.helpers.real_models import (
 from tests.helpers.tiny_chat import common_arguments
 
 pytestmark = pytest.mark.slow
-OF_RECIPE = {
-    "sft": [name for name, row in FORMS.items() if "chosen" not in row],
-    "dpo": [name for name, row in FORMS.items() if "chosen" in row],
-}
-"""The forms of users' data that a recipe takes."""
 OF_MESSAGES = ("messages", "ShareGPT")
 """The forms that SFT refuses without a chat template."""
 MERGES = "h e,t he,i n,a n,o n,e r,r e,Ġ t,Ġt he,1 2,12 3,Ċ Ċ,i t,o u,d e,de f".split(",")
@@ -176,7 +173,7 @@ def test_it_generates_and_saves_in_a_clean_process(hybrid, tmp_path):
 
 def rows(row: dict, folder: Path) -> Path:
     """A folder of a row, four times in each split."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     return folder
@@ -216,28 +213,58 @@ def test_data_of_each_form_is_read(form, folder):
     assert "Why?" in str(questions(read_rows(rows_of(row), "questions"), tokenizer)[0])
 
 
-@pytest.mark.parametrize("recipe", ["sft", "sft, a user's form", "lora", "dpo", "dpo, a user's form"])
-def test_it_trains(recipe, folder, hybrid, tmp_path):
-    kind, _, is_users = recipe.replace("lora", "sft").partition(",")
-    row = reasoned(folder)[kind]
-    if is_users:
-        forms = [FORMS[name] for name in OF_RECIPE[kind] if name not in OF_MESSAGES or has_template(folder)]
-        row = forms[list(REAL_MODELS).index(folder.name) % len(forms)]
-    more = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"] if recipe == "lora" else []
-    data = rows(row, tmp_path / "data")
-    arguments = common_arguments(hybrid, folder, data, tmp_path / "out", "--max_steps", "1", *more)
-    (dpo if kind == "dpo" else sft).main(arguments)
-    ours, teacher = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "out", folder))
+@pytest.fixture(scope="module")
+def calling(hybrid, tmp_path_factory) -> Path:
+    """The hybrid with a template that renders reasoning, functions and calls of them."""
+    folder = shutil.copytree(hybrid, tmp_path_factory.mktemp("calling") / hybrid.name)
+    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", folder / "chat_template.jinja")
+    return folder
+
+
+def trained(recipe, row: dict, hybrid: Path, folder: Path, work: Path, *more: str) -> None:
+    """Train the hybrid for a step, and check what is written."""
+    arguments = common_arguments(hybrid, folder, rows(row, work / "data"), work / "out", "--max_steps", "1", *more)
+    recipe.main(arguments)
+    ours, teacher = (AutoTokenizer.from_pretrained(path) for path in (work / "out", folder))
     assert differing_text(ours, teacher) is None
-    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(work / "out")
 
 
-def test_it_answers_users_questions(folder, hybrid, tmp_path):
+@pytest.mark.parametrize("recipe", ["sft", "lora", "dpo"])
+def test_it_trains(recipe, folder, hybrid, tmp_path):
+    more = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"] if recipe == "lora" else []
+    row = reasoned(folder)[recipe.replace("lora", "sft")]
+    trained(dpo if recipe == "dpo" else sft, row, hybrid, folder, tmp_path, *more)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_trains_on_users_data(form, folder, hybrid, tmp_path):
+    row = FORMS[form]
+    recipe = dpo if "chosen" in row else sft
+    if form in OF_MESSAGES and not has_template(folder):
+        with pytest.raises(ValueError, match="no chat template for messages"):
+            trained(recipe, row, hybrid, folder, tmp_path)
+        return
+    trained(recipe, row, hybrid, folder, tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMS_OF_SOME_TEMPLATES)
+def test_it_trains_on_what_its_template_renders(form, folder, hybrid, calling, tmp_path):
+    """Refused by number with its own template, which renders texts alone, and trained with another."""
+    row = FORMS_OF_SOME_TEMPLATES[form]
+    recipe = dpo if "chosen" in row else sft
+    refused = "The chat template leaves out|The tokenizer has no chat template|says more than texts"
+    with pytest.raises(ValueError, match=refused):
+        trained(recipe, row, hybrid, folder, tmp_path / "own")
+    trained(recipe, row, calling, folder, tmp_path / "calling")
+
+
+@pytest.mark.parametrize("form", FORMS | FORMS_OF_SOME_TEMPLATES)
+def test_it_answers_users_questions(form, folder, hybrid, calling, tmp_path):
     """SeqKD, with the hybrid as the teacher."""
-    forms = list(FORMS.values())
-    row = forms[list(REAL_MODELS).index(folder.name) % len(forms)]
+    row, teacher = (FORMS | FORMS_OF_SOME_TEMPLATES)[form], calling if form in FORMS_OF_SOME_TEMPLATES else hybrid
     data, out = rows(row, tmp_path / "data"), str(tmp_path / "out")
-    asked = ["--teacher_model_name_or_path", str(hybrid), "--dataset_name", str(data), "--output_dir", out]
+    asked = ["--teacher_model_name_or_path", str(teacher), "--dataset_name", str(data), "--output_dir", out]
     try:
         report = seqkd.main([*asked, "--max_new_tokens", "3", "--truncated", "keep"])
     except ValueError as error:  # of three random tokens some are no text
@@ -246,14 +273,15 @@ def test_it_answers_users_questions(folder, hybrid, tmp_path):
     assert report["rows"]["train"] == 1
 
 
-def test_its_body_is_a_reward_models(folder, hybrid, tmp_path):
+@pytest.mark.parametrize("form", [name for name, row in FORMS.items() if "chosen" in row])
+def test_its_body_is_a_reward_models(form, folder, hybrid, tmp_path):
     """TRL's trainer, with preferences as the recipes read them."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     model = AutoModelForSequenceClassification.from_pretrained(hybrid, num_labels=1, dtype=torch.float32)
     model.config.pad_token_id = tokenizer.pad_token_id
-    found = pairs(read_rows(rows_of(*[FORMS["UltraFeedback"]] * 2), "pairs"), tokenizer)
+    found = pairs(read_rows(rows_of(*[FORMS[form]] * 2), "pairs"), tokenizer)
     arguments = RewardConfig(
         output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to="none", bf16=False,
         use_cpu=True, save_strategy="no", gradient_checkpointing=False,

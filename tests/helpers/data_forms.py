@@ -44,3 +44,16 @@ FORMS = {
     "UltraFeedback": {"prompt": "Why?", "chosen": [ASKED, CHOSEN], "rejected": [ASKED, REJECTED]},
     "orca": {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
 }
+REASONED = assistant("Because.", reasoning_content="It has a cause.")
+FORMS_OF_SOME_TEMPLATES = {
+    "function calling": {"messages": TALK, "tools": [TOOL]},
+    "function calling, pairs": {
+        "prompt": CALLED[:1],
+        "chosen": CALLED[1:2],
+        "rejected": [assistant("", tool_calls=[call("weather", city="Rome")])],
+        "tools": [TOOL],
+    },
+    "reasoning": {"prompt": [ASKED], "completion": [REASONED]},
+    "reasoning, pairs": {"prompt": [ASKED], "chosen": [REASONED], "rejected": [REJECTED]},
+}
+"""Forms that say more than texts, which not every template renders."""
