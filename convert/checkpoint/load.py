@@ -149,12 +149,25 @@ def encode(tokenizer: "PreTrainedTokenizerBase", prompts: list[str], chat: bool)
 def function_tools(tools: Any) -> list[dict[str, Any]]:
     """Tools as chat templates take them, from a list of functions with or without their type around them.
 
+    Parameters that stand by their names alone become an object's properties in JSON schema.
+
     Raises:
         ValueError: they are no list of JSON objects; how it goes on after what they belong to.
     """
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("has tools that are no list of JSON objects")
-    return [tool if "name" not in tool else {"type": "function", "function": tool} for tool in tools]
+    return [_with_schema(tool if "name" not in tool else {"type": "function", "function": tool}) for tool in tools]
+
+
+def _with_schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool whose parameters, if it has any, are a JSON schema."""
+    function = tool.get("function")
+    parameters = function.get("parameters") if isinstance(function, dict) else None
+    if not isinstance(parameters, dict) or not parameters or "properties" in parameters:
+        return tool
+    if not all(isinstance(value, dict) for value in parameters.values()):
+        return tool
+    return tool | {"function": function | {"parameters": {"type": "object", "properties": parameters}}}
 
 
 def encode_chats(

@@ -31,7 +31,7 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, mixer: dict[str
     fields |= placement.config_fields(teacher_types)
     fields["key_offsets"] &= placement.bits.rounds
     if hybrid is not None and hybrid.state:
-        # for keys far away the slower half of the rotary frequencies suffices (docs/guide/normalised_read.md)
+        # for keys far away the slower half of the rotary frequencies suffices (docs/guide/normalised_readout.md)
         fields["hybrid_state_planes"] = max(weights.config.rotary_planes // 2, 1)
     return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
 

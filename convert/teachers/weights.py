@@ -3,7 +3,7 @@
 Headers are enough for this; weights are read only to compare a stored head with the embedding that the configuration
 ties it to. The teacher's names are translated to those of a hybrid that keeps every layer's attention ("canonical"
 names): a pure renaming, apart from fused matrices, which are row slices. In a replaced layer the canonical attention
-tensors then become the mixer's (`io/mapping.py`).
+tensors then become the mixer's.
 """
 
 import copy

@@ -112,7 +112,7 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
         "SSD scan (discrete_mamba2, mamba2)": scan,
         "selective scan (mamba1)": {"runs": "torch", "why": "the only implementation here"},
         "short convolution": conv,
-        "window and normalised read, one token": read,
+        "window and readout of the state, one token": read,
         "window, prompt": window,
         "few bits and one token on a CPU": on_cpu,
         "attention": {"runs": "sdpa", "why": f"torch's own; {flash}"},

@@ -7,6 +7,7 @@ makes of every row is compared with the row: what would be lost is kept, or the 
 import copy
 import functools
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +18,13 @@ from trl import is_conversational
 
 from convert.teachers.teacher import first_line
 
-from .forms import BETWEEN_TURNS, PAIR, SAID, Row, Turns, mapped
+from .forms import BETWEEN_TURNS, PAIR, SAID, SYSTEM_ROLES, Row, Turns, mapped
 
 PLACEHOLDER = "ANSWER"
+REASONING_TAG = re.compile(r"<(/?)(\w*think\w*|reasoning)>\s*$")
+"""The tag of reasoning that a question may end with, since the template begins or ends the model's reasoning there."""
 STRUCTURE = ("role", "type", "id", "tool_call_id")
 """Fields that say how the others belong together, which templates say by their order."""
-SYSTEMS = ("system", "developer")
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """Errors of a chat template that does not take a row."""
 Place = tuple[str | int, ...]
@@ -152,7 +154,7 @@ def checked(
     leaves |= _ids_out_of_order(turns)
     roles = {turn["role"] for turn in turns}
     is_plain = all(path[0] == "message" and path[2] == "content" for path in leaves)
-    if is_plain and "tool" not in roles and _says(text, [turn for turn in turns if turn["role"] in SYSTEMS]):
+    if is_plain and "tool" not in roles and _says(text, [turn for turn in turns if turn["role"] in SYSTEM_ROLES]):
         return text
 
     def changed(changes: Mapping[Place, Any]) -> str:
@@ -227,7 +229,8 @@ def _in_two(row: Row, name: str, tokenizer: PreTrainedTokenizerBase, number: int
     """Text of a row's prompt up to where the model answers, text of the answer, and whether the template agrees.
 
     Where it does not, because it leaves out part of the answer or begins it otherwise than it asks for one, the answer
-    is what the row says and what the template ends a turn with.
+    is what the row says and what the template ends a turn with. It goes on from the question: a tag that begins the
+    reasoning is not written twice, and an answer without reasoning ends what the question has begun.
 
     Args:
         name: column of the answer.
@@ -235,7 +238,8 @@ def _in_two(row: Row, name: str, tokenizer: PreTrainedTokenizerBase, number: int
     turns = row[name]
     prompt = checked(row["prompt"], tokenizer, number, row, [], add_generation_prompt=True)
     whole = checked(row["prompt"], tokenizer, number, row, turns)
-    if whole.startswith(prompt) and _says(whole[len(prompt) :], turns):
+    first = turns[0] | {"content": _going_on(prompt, turns[0], name, number)}
+    if whole.startswith(prompt) and _says(whole[len(prompt) :], [first, *turns[1:]]):
         return prompt, whole[len(prompt) :], True
     if len(turns) != 1 or any(path[-1] != "content" for path in _leaves(turns)):
         raise ValueError(
@@ -246,7 +250,31 @@ def _in_two(row: Row, name: str, tokenizer: PreTrainedTokenizerBase, number: int
     _, found, end = example.rpartition(PLACEHOLDER)
     if not found:
         end = tokenizer.eos_token
-    return prompt, turns[0]["content"] + end, False
+    return prompt, first["content"] + end, False
+
+
+def _going_on(prompt: str, turn: dict[str, Any], name: str, number: int) -> str:
+    """Return what an answer says after a question that may have begun its reasoning already.
+
+    Args:
+        name: column of the answer.
+        number: of the row.
+    """
+    content, begun = turn["content"], REASONING_TAG.search(prompt)
+    if begun is None or any(turn.get(field) for field in SAID[1:]):
+        return content
+    is_ended, tag = begun.groups()
+    reasons = content.lstrip().startswith(f"<{tag}>")
+    if is_ended and reasons:
+        raise ValueError(
+            f"The {name} of row {number} of the data begins with <{tag}>, and the chat template asks for an answer "
+            "without reasoning; let chat_template_kwargs ask for it, or leave such rows out."
+        )
+    if is_ended:
+        return content
+    if reasons:
+        return content.lstrip().removeprefix(f"<{tag}>").lstrip("\n")
+    return content if f"</{tag}>" in content else f"\n</{tag}>\n\n{content}"
 
 
 def faithful_answers(rows: Any, tokenizer: PreTrainedTokenizerBase, completion_only: bool = True) -> Any:

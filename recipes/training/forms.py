@@ -59,19 +59,21 @@ class Form(NamedTuple):
 PAIR = ("chosen", "rejected")
 CONVERSATIONS = ("messages", "conversations", "conversation")
 PARTS = ("input", "context")
-"""Columns that an `instruction` goes on in."""
+"""Columns that a question goes on in, in the forms that have them."""
 FORMS: dict[Kind, tuple[Form, ...]] = {
     "answers": (
         Form("input_ids", also=("labels", "attention_mask", "completion_mask", "assistant_masks", "seq_lengths")),
-        Form("prompt", ("completion",)),
+        Form("prompt", ("completion",), ("label",)),
         Form("messages", also=("prompt",)),
         Form("conversations"),
         Form("conversation"),
         Form("instruction", ("output",), PARTS),
         Form("instruction", ("response",), PARTS),
         Form("text"),
-        Form("question", ("answer",)),
-        Form("question", ("response",)),
+        Form("question", ("answer",), PARTS),
+        Form("question", ("response",), PARTS),
+        Form("prompt", ("response",)),
+        Form("problem", ("solution",)),
         Form("query", ("response",)),
         Form("query", ("answers",)),
     ),
@@ -87,8 +89,9 @@ FORMS: dict[Kind, tuple[Form, ...]] = {
         Form("messages", also=("prompt",)),
         Form("conversations"),
         Form("conversation"),
-        Form("prompt", also=("completion", *PAIR)),
-        Form("question", also=("answer", "response", *PAIR)),
+        Form("prompt", also=("completion", "response", "label", *PAIR)),
+        Form("question", also=(*PARTS, "answer", "response", *PAIR)),
+        Form("problem", also=("solution",)),
         Form("instruction", also=(*PARTS, "output", "response", *PAIR)),
         Form("query", also=("response", "answers")),
         Form("input", also=PAIR),
@@ -96,6 +99,7 @@ FORMS: dict[Kind, tuple[Form, ...]] = {
 }
 """The forms of each kind; where data has the columns of several, the first counts."""
 SYSTEM = ("system", "system_prompt")
+SYSTEM_ROLES = ("system", "developer")
 BESIDE_TURNS = (*SYSTEM, "tools", "chat_template_kwargs", "documents")
 """Columns that a chat template renders beside the messages, or as one."""
 
@@ -140,10 +144,6 @@ def read_rows(rows: Any, kind: Kind) -> Any:
         found = found.filter(lambda text: bool(text.strip()), input_columns="text")
         if not len(found):
             raise ValueError("The text is empty in every row of the data.")
-    if kind != "questions" and "prompt" in types and not any(found["prompt"]):
-        raise ValueError(
-            "The prompt is empty in every row of the data; give the question as prompt, or as question or instruction."
-        )
     return found
 
 
@@ -199,7 +199,9 @@ def unused(rows: Any, kind: Kind) -> list[str]:
     fields = []
     if form.question != "input_ids" and not any(map(_is_text, _first_read(rows, kind).values())):
         used.update(BESIDE_TURNS)
-        turns = [(name, turn) for name in (form.question, *form.answers) if name for turn in _listed(rows[0][name])]
+        names = [name for name in (form.question, *form.answers) if name]
+        values = ((name, row[name]) for row in rows.select_columns(names) for name in names)
+        turns = ((name, turn) for name, value in values for turn in _listed(value))
         fields = [(name, field) for name, turn in turns if isinstance(turn, dict) for field in turn]
     others = [f"{name}.{field}" for name, field in dict.fromkeys(fields) if field not in (*FIELDS, *SAME_FIELDS)]
     return [name for name in rows.column_names if name not in used] + others
@@ -218,6 +220,7 @@ def reader(rows: Any, kind: Kind) -> Callable[[Row, int], Row]:
     def read(row: Row, number: int) -> Row:
         row = {name: without_filled(value, features[name]) for name, value in row.items()}
         try:
+            row |= {name: _from_text(row[name], name) for name in (form.question, *form.answers) if name}
             found = readers[kind](row, form)
             if not any(map(_is_text, found.values())):
                 found |= _beside(row)
@@ -237,14 +240,33 @@ def without_filled(value: Any, feature: Any) -> Any:
     return value
 
 
+def _from_text(value: Any, name: str) -> Any:
+    """A column's value, whose messages may be given as JSON text."""
+    if not isinstance(value, str):
+        return value
+    if name in CONVERSATIONS:
+        return _from_json(value, name)
+    with contextlib.suppress(json.JSONDecodeError):
+        found = json.loads(value) if value.lstrip().startswith("[") else None
+        if found and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in found):
+            return found
+    return value
+
+
 def _answered(row: Row, form: Form) -> Row:
+    if "label" in form.also and row.get("label") is False:
+        raise ValueError("has a completion of label false, which is not to be trained on")
     if form.question == "text":
         return {"text": row["text"] if isinstance(row["text"], str) else _said(row, "text")}
     if form.answers == ("answers",):  # calls, as JSON
         row = row | {"answers": {"role": "assistant", "tool_calls": row["answers"]}}
     if not form.answers:
-        return {"messages": _with_system(_said(row, form.question), row)}
+        turns = _with_system(_said(row, form.question), row)
+        if "prompt" in form.also:
+            _check_repeated(row.get("prompt"), turns)
+        return {"messages": turns}
     prompt, (completion,) = _matched(_question(row, form), [_said(row, form.answers[0])])
+    _check_asked(prompt)
     return {"prompt": prompt, "completion": _after(prompt, completion)}
 
 
@@ -256,6 +278,7 @@ def _pair(row: Row, form: Form) -> Row:
         if not shared:
             raise ValueError("has answers to two questions")
         if not isinstance(row.get(form.question), list) or shared[: len(prompt)] == prompt:
+            _check_repeated(row.get(form.question), shared)
             prompt = _with_system(shared, row)
         elif prompt[-len(shared) :] != shared:
             raise ValueError(f"has answers that begin with another question than its {form.question}")
@@ -272,8 +295,7 @@ def _pair(row: Row, form: Form) -> Row:
         end = turns[-1].end()
         return {"prompt": answers[0][:end], **{name: a[end:] for name, a in zip(PAIR, answers, strict=True)}}
     prompt, answers = _matched(prompt, answers)
-    if not prompt and isinstance(prompt, list):
-        raise ValueError("has an empty prompt")
+    _check_asked(prompt)
     return {"prompt": prompt, **dict(zip(PAIR, (_after(prompt, answer) for answer in answers), strict=True))}
 
 
@@ -284,6 +306,8 @@ def _asked(row: Row, form: Form) -> Row:
         if not value:
             return {"prompt": []}
     turns = _question(row | {form.question: value}, form)
+    if not _asks(turns):
+        return {"prompt": []}
     return {"prompt": [{"role": "user", "content": turns}] if isinstance(turns, str) else turns}
 
 
@@ -294,8 +318,33 @@ def _question(row: Row, form: Form) -> Turns | str:
         return _with_system(turns_of(value, form.question), row)
     if form.question == "prompt" and row.keys().isdisjoint(SYSTEM):
         return value or ""
-    parts = [value, *(row.get(name) for name in PARTS if form.question == "instruction")]
+    parts = [value, *(row.get(name) for name in PARTS if name in form.also)]
     return _with_system([{"role": "user", "content": BETWEEN_TURNS.join(part for part in parts if part)}], row)
+
+
+def _asks(question: Turns | str) -> bool:
+    """Return False for a question that says nothing, what a system message says aside."""
+    if isinstance(question, str):
+        return bool(question.strip())
+    return any(turn["role"] not in SYSTEM_ROLES and _says_something(turn) for turn in question)
+
+
+def _check_asked(question: Turns | str) -> None:
+    """Raise ValueError for a question that says nothing."""
+    if not _asks(question):
+        raise ValueError("has an empty prompt")
+
+
+def _check_repeated(prompt: Any, turns: Turns) -> None:
+    """Raise ValueError for a prompt beside whole conversations that says more than they do."""
+    said = [turn["content"] for turn in turns_of(prompt, "prompt")] if isinstance(prompt, list) else [prompt or ""]
+    spoken = ["".join(turn["content"].split()) for turn in turns]
+    if not all(any("".join(text.split()) in each for each in spoken) for text in said):
+        raise ValueError("has a prompt that its messages do not say")
+
+
+def _says_something(turn: dict[str, Any]) -> bool:
+    return bool(turn["content"].strip() or turn.get("tool_calls"))
 
 
 def _with_system(turns: Turns, row: Row) -> Turns:
@@ -317,7 +366,7 @@ def _said(row: Row, name: str) -> Turns | str:
         return value
     turns = [] if isinstance(value, str) else turns_of(value, name)
     answers = [turn for turn in turns if turn["role"] == "assistant"]
-    if not answers or not (answers[-1]["content"].strip() or answers[-1].get("tool_calls")):
+    if not answers or not all(map(_says_something, answers)):
         raise ValueError(f"has an empty answer in {name}")
     if any(_is_answer(turn) and turn.get("weight") == 0 for turn in _listed(value)):
         raise ValueError(f"has an answer of weight 0 in {name}, which is not to be trained on")

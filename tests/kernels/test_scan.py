@@ -17,7 +17,7 @@ from tests.kernels.conftest import DEVICE, INTERPRETED
 
 NAMES = ("y", "state", "dx", "dlog_a", "dB", "dC", "dstate")
 SMALL = 32, 16
-SIZES = {  # P, N of the two scans of the normalised read, its matrix and its sums
+SIZES = {  # P, N of the two scans of the normalised readout, its matrix and its sums
     "SmolLM2's read": (64, 32), "SmolLM2's sums": (97, 1), "Llama-3.1-8B's read": (128, 64),
     "Llama-3.1-8B's sums": (193, 1),
 }  # fmt: skip

@@ -116,7 +116,12 @@ BOTH = [{"role": "assistant", "content": "w14"}, *REASONED]
         (faithful_answers, REASONING, {"prompt": ASKED, "completion": BOTH}, "the completion of row 1 .* one message"),
         (faithful_answers, STRICT, {"messages": [SYSTEM, *ASKED, *REASONED]}, "Row 1 .* chat template .System role"),
         (faithful_answers, STRICT, {"prompt": [SYSTEM, *ASKED], "completion": REASONED}, "Row 1 .* .System role"),
-        (pairs, STRICT, {"prompt": [SYSTEM], "chosen": REASONED, "rejected": [OTHER]}, "Row 1 .* .System role"),
+        (
+            pairs,
+            STRICT,
+            {"prompt": [SYSTEM, *ASKED], "chosen": REASONED, "rejected": [OTHER]},
+            "Row 1 .* .System role",
+        ),
         (questions, STRICT, {"prompt": [SYSTEM, *ASKED]}, "Row 1 of the data does not fit .* .System role not supp"),
         (questions, "w4 {{ messages[-1]['content'] }}", {"prompt": [USER, ASKED[0]]}, "a user says in row 1"),
     ],

@@ -39,6 +39,14 @@ CALLING = ("llama3_1", "qwen2_5", "qwen3", "gemma4", "gptoss", "glm4moe", "lfm2_
 """Families whose templates render calls of functions."""
 
 
+FLAT = {"name": "weather", "parameters": {"city": {"type": "str"}}}
+"""A function as xLAM's data have it."""
+
+
+def call_of(**parameters):
+    return {"type": "function", "function": FLAT | {"parameters": parameters}}
+
+
 def tokenizer_of(family):
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text()
@@ -167,6 +175,18 @@ def tokenizer_of(family):
             {"system": "Be brief.", "input": "Why?", "chosen": "Because.", "rejected": "No idea."},
             PAIR | {"prompt": [SYSTEM, ASKED]},
         ),
+        ("answers", {"messages": json.dumps([ASKED, CHOSEN])}, {"messages": [ASKED, CHOSEN]}),
+        ("answers", {"prompt": json.dumps([ASKED]), "completion": "[1] and [2]"},
+         ANSWERED | {"completion": [assistant("[1] and [2]")]}),
+        ("answers", {"question": "Why?", "context": "It is.", "answer": "Because."},
+         ANSWERED | {"prompt": [user("Why?\n\nIt is.")]}),
+        ("answers", {"problem": "Why?", "solution": "Because."}, ANSWERED),
+        ("answers", {"prompt": "Why?", "response": "Because."}, {"prompt": "Why?", "completion": "Because."}),
+        ("answers", {"prompt": [ASKED], "completion": [CHOSEN], "label": True}, ANSWERED),
+        ("answers", {"messages": [ASKED, CHOSEN], "tools": json.dumps([FLAT])},
+         {"messages": [ASKED, CHOSEN], "tools": [call_of(properties={"city": {"type": "str"}}, type="object")]}),
+        ("pairs", {name: json.dumps(turns) for name, turns in PAIR.items()}, PAIR),
+        ("questions", {"prompt": [user("")], "completion": [CHOSEN]}, {"prompt": []}),
         ("questions", {"messages": TALK, "tools": [TOOL]}, {"prompt": [CALLED[0]], "tools": [TOOL]}),
         ("questions", {"messages": [ASKED, {"role": "assistant"}, {"role": "narrator"}]}, {"prompt": [ASKED]}),
         ("questions", {"prompt": [ASKED, CHOSEN, user("How?")]}, {"prompt": [ASKED, CHOSEN, user("How?")]}),
@@ -207,12 +227,29 @@ def test_a_form_is_read_as_trls(kind, row, expected):
         ("pairs", {"prompt": [user("Who?")], "chosen": [ASKED, CHOSEN], "rejected": [ASKED, CHOSEN]}, "another q"),
         ("pairs", {"prompt": "Why?", "chosen": [CHOSEN], "rejected": None}, "has no rejected"),
         ("questions", {"messages": None}, "has no messages"),
+        ("answers", {"prompt": "", "completion": "A."}, "has an empty prompt"),
+        ("answers", {"prompt": [user("")], "completion": [CHOSEN]}, "has an empty prompt"),
+        ("pairs", {"prompt": [SYSTEM, user(" ")], "chosen": [CHOSEN], "rejected": [REJECTED]}, "has an empty prompt"),
+        ("answers", {"prompt": [ASKED], "completion": [CHOSEN], "label": False}, "a completion of label false"),
+        ("answers", {"messages": [ASKED, assistant(""), ASKED, CHOSEN]}, "has an empty answer in messages"),
+        ("answers", {"messages": "Why? Because."}, "a messages that is no JSON"),
+        ("answers", {"messages": [ASKED, CHOSEN], "prompt": "Who says why?"}, "a prompt that its messages do not say"),
+        (
+            "pairs",
+            {"prompt": "It is so. Why?", "chosen": [ASKED, CHOSEN], "rejected": [ASKED, REJECTED]},
+            "a prompt that its messages do not say",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_by_number(kind, row, expected):
     fine = {"answers": {"messages": [ASKED, CHOSEN], "conversations": [ASKED, CHOSEN], "text": "a"}, "pairs": PAIR}
     fine = {name: fine.get(kind, fine["answers"]).get(name) for name in row}
-    if kind == "pairs" and isinstance(row["chosen"], str):
+    if "completion" in row:
+        prompt = ASKED["content"] if isinstance(row["prompt"], str) else [ASKED]
+        fine = row | {"prompt": prompt, "label": True}
+    elif isinstance(row.get("prompt"), str) and row.get("rejected", True):
+        fine = {name: "Why?" if name == "prompt" else row[name] for name in row}
+    elif kind == "pairs" and isinstance(row["chosen"], str):
         fine = {"chosen": "Answer: A", "rejected": "Answer: B"}
     elif kind == "pairs" and "prompt" not in row:
         fine = {name: [ASKED, turns[0]] for name, turns in fine.items()}
@@ -246,11 +283,6 @@ def test_empty_texts_are_left_out_and_counted(capsys):
         read_rows(rows_of({"text": ""}), "answers")
 
 
-def test_a_prompt_that_is_empty_in_every_row():
-    with pytest.raises(ValueError, match="prompt is empty in every row .* as question"):
-        read_rows(rows_of({"prompt": "", "completion": "A."}), "answers")
-
-
 @pytest.mark.parametrize(
     "kind, row, expected",
     [
@@ -263,13 +295,14 @@ def test_a_prompt_that_is_empty_in_every_row():
             {"messages": [ASKED | {"toxic": None}, CHOSEN | {"weight": 1.0}]},
             ["messages.toxic", "messages.weight"],
         ),
+        ("answers", [{"messages": [ASKED, CHOSEN]}, {"messages": [ASKED, CHOSEN | {"mood": 1}]}], ["messages.mood"]),
         ("pairs", {"chosen": "Answer: B", "rejected": "Answer: C", "asked": "Why?"}, ["asked"]),
         ("pairs", {"system": "", "question": "Why?", "chosen": "A.", "rejected": "B."}, []),
         ("questions", {"instruction": "Why?", "input": "", "output": "So.", "tools": "[]", "id": 1}, ["id"]),
     ],
 )
 def test_columns_that_nothing_uses(kind, row, expected):
-    assert unused(rows_of(row), kind) == expected
+    assert unused(rows_of(*row) if isinstance(row, list) else rows_of(row), kind) == expected
 
 
 def test_keys_that_arrow_adds_are_not_said(tmp_path):
@@ -292,20 +325,53 @@ def test_all_forms_become_what_the_template_makes_of_messages(family):
             found = pairs(read_rows(rows_of(row), "pairs"), tokenizer)[0]
             if isinstance(found["prompt"], str):  # where the template begins no answer as it asks for one
                 assert found["prompt"] == asked, name
-                assert found["chosen"].startswith("Because."), name
+                begun = "\n</think>\n\n" if asked.endswith("<think>\n") else ""
+                assert found["chosen"].startswith(f"{begun}Because."), name
             else:
                 assert found == PAIR, name
         else:
             found = faithful_answers(read_rows(rows_of(row), "answers"), tokenizer)[0]
             expected = tokenizer.apply_chat_template([ASKED, CHOSEN])["input_ids"]
             if "input_ids" in found:
-                expected = tokenizer(asked + "Because.", add_special_tokens=False).input_ids
+                begun = f"{asked}\n</think>\n\n" if asked.endswith("<think>\n") else asked
+                expected = tokenizer(f"{begun}Because.", add_special_tokens=False).input_ids
                 assert found["input_ids"][: len(expected) - 1] == expected[:-1], name
             else:
                 turns = found.get("messages") or found["prompt"] + found["completion"]
                 assert tokenizer.apply_chat_template(turns)["input_ids"] == expected, name
         if name != "orca":
             assert questions(read_rows(rows_of(row), "questions"), tokenizer)[0] == {"prompt": [ASKED]}, name
+
+
+@pytest.mark.parametrize(
+    "family, said, expected",
+    [
+        ("deepseek_r1_distill", "<think>\nSo.\n</think>\n\nBecause.", "<think>\nSo.\n</think>\n\nBecause."),
+        ("deepseek_r1_distill", "Because.", "<think>\n\n</think>\n\nBecause."),
+        ("nemotron_3_nano", "<think>So.</think>Because.", "<think>\nSo.</think>Because."),
+        ("nemotron_3_nano", "Because.", "<think>\n\n</think>\n\nBecause."),
+        ("qwen3_5_think", "<think>\nSo.\n</think>\n\nBecause.", "<think>\nSo.\n</think>\n\nBecause."),
+        ("qwen3_5_think", "Because.", "<think>\n\n</think>\n\nBecause."),
+        ("qwen3_5_nothink", "Because.", "<think>\n\n</think>\n\nBecause."),
+    ],
+)
+def test_an_answer_goes_on_from_reasoning_that_the_question_begins(family, said, expected):
+    """It begins once and ends."""
+    row = PAIR | {"chosen": [assistant(said)]}
+    found = pairs(read_rows(rows_of(row), "pairs"), tokenizer_of(family))[0]
+    turns = found["prompt"]
+    if isinstance(turns, str):
+        text = turns + found["chosen"]
+    else:
+        text = tokenizer_of(family).apply_chat_template(turns + found["chosen"], tokenize=False)
+    assert expected in text
+    assert text.count("<think>") == 1
+
+
+def test_reasoning_where_the_template_asks_for_none_is_refused():
+    row = ANSWERED | {"completion": [assistant("<think>\nSo.\n</think>\n\nBecause.")]}
+    with pytest.raises(ValueError, match="completion of row 0 .* without reasoning"):
+        faithful_answers(read_rows(rows_of(row), "answers"), tokenizer_of("qwen3_5_nothink"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
