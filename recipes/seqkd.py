@@ -25,13 +25,13 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from convert.checkpoint.load import prompt_tokenizer
+from convert.checkpoint.load import parsed_answer, prompt_tokenizer
 from convert.io.folder import TRAINING_WORK, OutputFolder, check_apart, check_output
 from convert.teachers.teacher import public_name
 
 from .training.arguments import TeacherArguments, parse_classes
 from .training.chat_format import as_text, question_ids
-from .training.forms import BESIDE_TURNS, Row, Turns, reader, refuse
+from .training.forms import BESIDE_TURNS, FIELDS, Row, Turns, reader, refuse
 from .training.load import load_splits, load_teacher
 from .training.run import local_files, name_unused, script
 from .training.server import Server
@@ -217,7 +217,9 @@ def from_teacher(
         # a seed for each batch, so that a run that resumes draws what an uninterrupted one would
         set_seed(seed_of(arguments, number))
         drawn = teacher([prompts[i].ids for i in batch])
-        yield {i: finished_answer(ids, tokenizer, teacher.stops) for i, ids in zip(batch, drawn, strict=True)}
+        yield {
+            i: finished_answer(ids, tokenizer, teacher.stops, prompts[i]) for i, ids in zip(batch, drawn, strict=True)
+        }
 
 
 def from_server(prompts: list[Prompt], known: Answers, arguments: SeqKDArguments) -> Iterator[Answers]:
@@ -287,12 +289,23 @@ def read_answers(path: Path) -> Answers:
     return answers
 
 
-def finished_answer(ids: list[int], tokenizer: PreTrainedTokenizerBase, stops: set[int]) -> dict[str, Any]:
-    """The text of an answer, and whether the teacher ended it itself."""
+def finished_answer(
+    ids: list[int], tokenizer: PreTrainedTokenizerBase, stops: set[int], prompt: Prompt | None = None
+) -> dict[str, Any]:
+    """The text of an answer, and whether the teacher ended it itself.
+
+    Its reasoning and calls stand apart if a prompt in turns is given and the tokenizer can tell them from the text.
+    """
     end = next((n for n, token in enumerate(ids) if token in stops), None)
     text = tokenizer.decode(ids[:end])  # with special tokens, which may mark reasoning or a call
-    # a continued text keeps its first space; a turn of a chat needs none
-    return {"text": text if tokenizer.chat_template is None else text.strip(), "finished": end is not None}
+    finished = {"finished": end is not None}
+    if tokenizer.chat_template is None:  # a continued text keeps its first space; a turn of a chat needs none
+        return {"text": text} | finished
+    parsed = {}
+    if prompt is not None and not isinstance(prompt.turns, str):
+        parsed = parsed_answer(text, tokenizer, prompt.ids, prompt.beside.get("tools"))
+    said = {name: value for name, value in parsed.items() if name in FIELDS and name not in ("role", "content")}
+    return {"text": parsed.get("content", text).strip()} | finished | said
 
 
 class Answerer:
@@ -346,8 +359,8 @@ def split_rows(
             continue
         text = answer["text"]
         is_text = isinstance(prompt.turns, str)
-        calls = {"tool_calls": answer["tool_calls"]} if "tool_calls" in answer else {}
-        completion = text if is_text else [{"role": "assistant", "content": text, **calls}]
+        said = {name: value for name, value in answer.items() if name in FIELDS}
+        completion = text if is_text else [{"role": "assistant", "content": text, **said}]
         rows.append({"prompt": prompt.turns, "completion": completion, **prompt.beside})
     if not rows:
         cut_off = sum(not answer["finished"] for answer in answers)

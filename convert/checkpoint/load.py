@@ -170,6 +170,24 @@ def _with_schema(tool: dict[str, Any]) -> dict[str, Any]:
     return tool | {"function": function | {"parameters": {"type": "object", "properties": parameters}}}
 
 
+def parsed_answer(
+    text: str, tokenizer: "PreTrainedTokenizerBase", asked: list[int], tools: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Split an answer into the fields of its message; no field if the tokenizer has no `response_template`.
+
+    Args:
+        text: as the model wrote it, with special tokens and without the end.
+        asked: token ids of the question.
+        tools: functions that the model was told of.
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        return {}
+    try:
+        return {"content": ""} | tokenizer.parse_response(text, prefix=tokenizer.decode(asked), tools=tools)
+    except ValueError:  # a call that the model did not write well
+        return {}
+
+
 def encode_chats(
     tokenizer: "PreTrainedTokenizerBase",
     chats: list[list[dict[str, str]]],

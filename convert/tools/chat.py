@@ -20,7 +20,7 @@ from transformers.utils import logging
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from modeling_llamba.hybrid.cache_checkpoint import CacheCheckpoint
 
-from ..checkpoint.load import encode_chats, function_tools, load_model, prompt_tokenizer
+from ..checkpoint.load import encode_chats, function_tools, load_model, parsed_answer, prompt_tokenizer
 from ..errors import during
 from ..options import ChatOptions
 from .generate import PieceStreamer, print_piece, sampling
@@ -59,7 +59,7 @@ class Conversation:
         self.model = model
         self.tokenizer = tokenizer
         self.tools = tools
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         self.cache: Cache | None = None
         self.held: list[int] = []
         """Tokens in the cache."""
@@ -99,8 +99,10 @@ class Conversation:
             raise
         self.cache = cache_of(made)
         self.held = made.sequences[0, :-1].tolist()
-        answer = self._text(made.sequences[0, len(ids) :].tolist())
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        new = made.sequences[0, len(ids) :].tolist()
+        answer = self._with_marks(new) if self.tools else self.tokenizer.decode(new, skip_special_tokens=True)
+        parsed = parsed_answer(self._with_marks(new), self.tokenizer, ids, self.tools)
+        self.messages = [*messages, {"role": "assistant", "content": answer} | parsed]
         return answer
 
     def answer_again(
@@ -130,13 +132,14 @@ class Conversation:
 
     def shows_result(self, said: str) -> bool:
         """Return True if the chat template renders this result of a function as the next message."""
-        ids = self._tokens([*self.messages, {"role": "tool", "content": said}])
+        try:
+            ids = self._tokens([*self.messages, {"role": "tool", "content": said}])
+        except ValueError:  # as gpt-oss's template, where no function was called
+            return False
         return "".join(said.split()) in "".join(self.tokenizer.decode(ids).split())
 
-    def _text(self, ids: list[int]) -> str:
-        """The text of an answer; where functions may be called, with the special tokens that mark a call."""
-        if not self.tools:
-            return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def _with_marks(self, ids: list[int]) -> str:
+        """The text of an answer with the special tokens that mark reasoning or a call, without its end."""
         ends = self.model.generation_config.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
         return self.tokenizer.decode([token for token in ids if token not in ends])
@@ -171,7 +174,11 @@ class Conversation:
         conversations = [turns[:-1] + [question]]
         conversations.append([*turns, {"role": "assistant", "content": other}, question])
         for messages in conversations:
-            length = min(shared_beginning(self._tokens(messages), ids), len(ids) - 1)
+            try:
+                example = self._tokens(messages)
+            except ValueError:  # the template takes no result without a call before it
+                continue
+            length = min(shared_beginning(example, ids), len(ids) - 1)
             if length > len(self.held):
                 self._read(ids, length)
             if length == len(self.held) and (not self.marks or self.marks[-1].length < length):

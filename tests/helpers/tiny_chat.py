@@ -47,6 +47,15 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def parsing_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """One with TRL's template of a family, which can tell reasoning and calls in an answer."""
+    import trl  # which the environments of kernels and vLLM lack
+    from trl.chat_template_utils import add_response_schema
+
+    template = Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja"
+    return add_response_schema(chat_tokenizer(template.read_text()))
+
+
 def save_chat_teacher(folder: Path, name: str = "llama-gqa", template: str | None = TEMPLATE) -> Path:
     """A tiny teacher with a tokenizer."""
     make_teacher(name).save_pretrained(folder)

@@ -1,6 +1,7 @@
 """The teacher's answers as data: right, once each, the same after an interruption."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,15 +10,17 @@ from trl import DatasetMixtureConfig, ScriptArguments
 
 from convert.io.folder import mark
 from recipes import seqkd
+from recipes.training.chat_format import faithful_answers
 from recipes.training.forms import read_rows
 from recipes.training.load import load_named, load_splits
-from tests.helpers.data_forms import TOOL, call
+from tests.helpers.data_forms import TOOL, call, rows_of
 from tests.helpers.tiny_chat import (  # fmt: skip
     REASONING,
     STRICT,
     TOOLS,
     chat_tokenizer,
     common_arguments,
+    parsing_tokenizer,
     save_chat_teacher,
     save_hybrid,
 )
@@ -294,3 +297,41 @@ def test_an_existing_folder_is_not_replaced_unasked(teacher, prompts, tmp_path):
     torch.manual_seed(0)
     seqkd.main([*arguments(teacher, prompts, tmp_path / "out"), "--overwrite", "true"])
     assert not (tmp_path / "out" / "kept").exists()
+
+
+CALL = call("weather", city="Oslo")
+
+
+@pytest.mark.parametrize(
+    "family, said, expected",
+    [
+        (
+            "gptoss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Sunny.",
+            {"content": "Sunny.", "thinking": "Hm."},
+        ),
+        (
+            "gemma4",
+            '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>',
+            {"content": "", "tool_calls": [CALL]},
+        ),
+        ("qwen3", "<think>\nHm.\n</think>\n\nSunny.", {"content": "Sunny.", "reasoning_content": "Hm."}),
+        (
+            "lfm2_2_5",
+            '<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>',
+            {"content": "", "tool_calls": [CALL]},
+        ),
+        ("llama3_1", '{"name": {}', {"content": '{"name": {}'}),
+    ],
+)
+def test_an_answer_has_its_reasoning_and_calls_apart(family, said, expected, monkeypatch):
+    """Where the tokenizer can tell them from the text; SFT takes the row. A call that is no JSON stays text."""
+    tokenizer = parsing_tokenizer(family)
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: said if ids == [9] else "")
+    prompt = seqkd.Prompt([{"role": "user", "content": "Oslo?"}], [8], {"tools": [TOOL]})
+    answer = seqkd.finished_answer([9, 2], tokenizer, {2}, prompt)
+    settings = SimpleNamespace(truncated="drop", seed=0, test_share=0)
+    (row,) = seqkd.split_rows([prompt], [answer], settings)["train"]
+    assert row["completion"] == [{"role": "assistant"} | expected]
+    monkeypatch.undo()
+    assert len(faithful_answers(read_rows(rows_of(row), "answers"), tokenizer)) == 1

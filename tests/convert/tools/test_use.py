@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from convert import convert
+from convert.checkpoint.load import function_tools
 from convert.cli import main
 from convert.plan import break_even_in_words
 from convert.teachers.teacher import recorded_teacher
@@ -24,7 +25,7 @@ from tests.helpers.command import check_one_line_error
 from tests.helpers.command import run_as_is as use
 from tests.helpers.hybrids import make_hybrid, tiny_config
 from tests.helpers.teachers import TINY, random_ids
-from tests.helpers.tiny_chat import REASONING, TOOLS, save_chat_teacher, save_hybrid
+from tests.helpers.tiny_chat import REASONING, TOOLS, parsing_tokenizer, save_chat_teacher, save_hybrid
 from tests.helpers.tokenizers import tokenizer
 
 
@@ -437,6 +438,36 @@ def test_a_conversation_with_functions(chatting, tmp_path, monkeypatch, capsys):
     done = capsys.readouterr()
     assert done.out.splitlines() == [turn["content"] for turn in conversation.messages[1:4:2]]
     assert "/result is no command as it stands here" in done.err
+
+
+@pytest.mark.parametrize(
+    "family, said",
+    [
+        (
+            "gptoss",
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.w30<|channel|>commentary json"
+            '<|message|>{"w31": "w32"}<|call|>',
+        ),
+        ("gemma4", '<|tool_call>call:w30{w31:<|"|>w32<|"|>}<tool_call|>'),
+        ("lfm2_2_5", '<|tool_call_start|>[w30(w31="w32")]<|tool_call_end|>'),
+        ("qwen3", '<tool_call>\n{"name": "w30", "arguments": {"w31": "w32"}}\n</tool_call>'),
+    ],
+)
+def test_a_call_goes_to_the_template_as_one(family, said, chatting, monkeypatch):
+    """Where the tokenizer can tell it from the text; its result and the turns after it follow."""
+    model = LlambaForCausalLM.from_pretrained(chatting).eval()
+    conversation = Conversation(model, parsing_tokenizer(family), tools=function_tools(FUNCTIONS))
+    monkeypatch.setattr(conversation, "_with_marks", lambda ids: said)
+    conversation.answer("w9 w10", LIMIT, 0.0)
+    called = conversation.messages[-1]
+    assert [call["function"] for call in called["tool_calls"]] == [{"name": "w30", "arguments": {"w31": "w32"}}]
+    turns = [*conversation.messages, {"role": "tool", "content": "w11"}]
+    rendered = conversation.tokenizer.apply_chat_template(turns, conversation.tools, tokenize=False)
+    assert "w32" in rendered
+    assert "w11" in rendered
+    monkeypatch.undo()
+    conversation.answer("w11", LIMIT, 0.0, role="tool")
+    assert conversation.messages[1:3] == [called, {"role": "tool", "content": "w11"}]
 
 
 def test_a_result_that_the_template_leaves_out_is_refused_and_the_chat_goes_on(
