@@ -173,12 +173,12 @@ def _with_schema(tool: dict[str, Any]) -> dict[str, Any]:
 def parsed_answer(
     text: str, tokenizer: "PreTrainedTokenizerBase", asked: list[int], tools: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Split an answer into the fields of its message; no field if the tokenizer has no `response_template`.
+    """Split an answer into the fields of its message; there are none without a `response_template`.
 
     Args:
         text: as the model wrote it, with special tokens and without the end.
         asked: token ids of the question.
-        tools: functions that the model was told of.
+        tools: functions that the question names.
     """
     if getattr(tokenizer, "response_template", None) is None:
         return {}
