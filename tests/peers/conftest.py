@@ -33,6 +33,6 @@ def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if shape := re.search(r"runs/peers/models/(\w+)\]", item.name):
             if (reason := known_of(shape[1], item.name, PEFT)) is not None:
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
         elif item.path.name == "test_peft.py":
             item.add_marker(pytest.mark.skip(reason="a model of a hub, none of our shapes"))

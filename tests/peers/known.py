@@ -1,4 +1,4 @@
-"""Tests of peers that our shapes do not pass, and why; one of transformers that passes after all fails."""
+"""Tests of peers that our shapes do not pass, and why; one that passes after all fails."""
 
 import re
 
@@ -13,6 +13,7 @@ TRANSFORMERS: dict[str, dict[str, str]] = {
         "test_bc_cache_name_forward": "a hybrid takes both names of a cache, so that none is deprecated",
     },
     "attention|hybrid.*|discrete_mamba2|mamba2|mamba1": {BATCHED_EXPERTS: WITH_EXPERTS},
+    "attention": {"test_capture_outputs_decorator": "Llamba has router logits as a class, and this model has none"},
     "hybrid.*|.*mamba.*": {"test_capture_outputs_decorator": NO_PROBABILITIES},
     "mamba1": {"test_model_rope_scaling_from_config_.*": "it has no rotary embedding"},
     "experts": {"test_attention_outputs": "one layer of two has attention probabilities"},
@@ -22,12 +23,17 @@ TRANSFORMERS: dict[str, dict[str, str]] = {
 
 PEFT: dict[str, dict[str, str]] = {
     ".*": {
+        r"test_prompt_learning_with_gradient_checkpointing\[(Prompt\w+|CPT)Config-.*": "it loads a data set from a hub",
+    },
+    "attention|hybrid.*|experts|phimamba": {
         r"test_weighted_combination_of_adapters\[LoraConfig-config_kwargs1[6-9]-.*": "a Llama fails alike",
-        "test_prompt_learning_with_gradient_checkpointing.*": "it loads a data set from a hub",
+    },
+    "attention|hybrid.*|experts|.*mamba[12]": {
         r"test_merge_layers.*\[BeftConfig.*": "a bias has no place in layers without one; Llamas are left out by name",
     },
     "hybrid.*|.*mamba.*|experts": {
-        r"test_\w+\[PrefixTuningConfig-config_kwargs2[12].*": "windows and states take no keys without tokens",
+        r"test_(disable_adapter|generate\w*|inference_safetensors|passing_input_embeds_works|training_\w+)"
+        r"\[PrefixTuningConfig-config_kwargs2[12].*": "windows and states take no keys without tokens",
     },
     "discrete_mamba2|mamba2|mamba1": {r"test_\w+\[.*BeftConfig.*": "the bias is one of v_proj, which no mixer has"},
     "mamba1": {r"test_\w+\[.*GraloraConfig-config_kwargs10-.*": "in_proj has 98 outputs, which 4 does not divide"},
