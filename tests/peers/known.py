@@ -23,7 +23,7 @@ TRANSFORMERS: dict[str, dict[str, str]] = {
 
 PEFT: dict[str, dict[str, str]] = {
     ".*": {
-        r"test_prompt_learning_with_gradient_checkpointing\[(Prompt\w+|CPT)Config-.*": "it loads a data set from a hub",
+        r"test_prompt_learning_with_gradient_checkpointing\[(Prompt\w+|CPT)Config-.*": "it loads a hub's data set",
     },
     "attention|hybrid.*|experts|phimamba": {
         r"test_weighted_combination_of_adapters\[LoraConfig-config_kwargs1[6-9]-.*": "a Llama fails alike",
