@@ -85,8 +85,12 @@ def _backends(kernels: dict[str, dict[str, str | None]], cuda: bool) -> dict[str
     conv = choose("causal_conv1d", "causal-conv1d")
     read = choose("triton", "triton")
     window = choose("flex_attention", "triton")
-    on_cpu = {"runs": "C", "why": f"compiled at first use into {LIBRARY_FOLDER}; {COMPILE_VARIABLE}=0 forbids it"}
-    if library() is None:
+    compiled = library()
+    where = f"compiled at first use into {LIBRARY_FOLDER}"
+    if compiled is not None and not compiled._name.startswith(str(LIBRARY_FOLDER)):
+        where = f"compiled anew by each process, since {LIBRARY_FOLDER} cannot hold a library that runs"
+    on_cpu = {"runs": "C", "why": f"{where}; {COMPILE_VARIABLE}=0 forbids it"}
+    if compiled is None:
         why = f"{COMPILE_VARIABLE}={os.environ[COMPILE_VARIABLE]} forbids it" if forbidden() else PROBLEMS[0]
         on_cpu = {"runs": "torch", "why": why}
     if asked := os.environ.get(BACKEND_VARIABLE):

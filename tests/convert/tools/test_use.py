@@ -175,6 +175,9 @@ def test_env_says_what_computes_few_bits_on_a_cpu(monkeypatch, tmp_path):
     part = "few bits and one token on a CPU"
     found = environment()["backends"][part]
     assert found["runs"] == "C"
+    assert found["why"].startswith("compiled at first use into")
+    monkeypatch.setattr(env, "LIBRARY_FOLDER", tmp_path)  # which the library does not lie in
+    assert environment()["backends"][part]["why"].startswith(f"compiled anew by each process, since {tmp_path}")
     problems = []
     monkeypatch.setattr(c_library, "PROBLEMS", problems)
     monkeypatch.setattr(env, "PROBLEMS", problems)
