@@ -36,7 +36,7 @@ for folder in sys.argv[1:]:
     options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(model.generate(expected["ids"], **options), expected["generated"])
 """
-FAMILIES = {"llamba": LlambaConfig, "phimamba": PhiMambaConfig}
+FAMILIES = {"llamba": LlambaConfig, "phimamba": PhiMambaConfig, "fitted": LlambaConfig}
 
 
 @pytest.fixture
