@@ -262,7 +262,8 @@ def test_it_trains_on_what_its_template_renders(form, folder, hybrid, calling, t
 @pytest.mark.parametrize("form", FORMS | FORMS_OF_SOME_TEMPLATES)
 def test_it_answers_users_questions(form, folder, hybrid, calling, tmp_path):
     """SeqKD, with the hybrid as the teacher."""
-    row, teacher = (FORMS | FORMS_OF_SOME_TEMPLATES)[form], calling if form in FORMS_OF_SOME_TEMPLATES else hybrid
+    row = (FORMS | FORMS_OF_SOME_TEMPLATES)[form]
+    teacher = calling if form in FORMS_OF_SOME_TEMPLATES else hybrid
     data, out = rows(row, tmp_path / "data"), str(tmp_path / "out")
     asked = ["--teacher_model_name_or_path", str(teacher), "--dataset_name", str(data), "--output_dir", out]
     try:

@@ -27,7 +27,9 @@ def test_every_source_that_computes_changes_the_version(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sources, taken_up", [("the same", 1), ("others", 0)])
 def test_fits_of_other_sources_are_not_taken_up(sources, taken_up, tmp_path, monkeypatch):
-    teacher, fitted, original = save_chat_teacher(tmp_path / "teacher"), [], fit._fit_one
+    teacher = save_chat_teacher(tmp_path / "teacher")
+    original = fit._fit_one
+    fitted = []
 
     def fit_one(*arguments):
         if len(fitted) == 1:
