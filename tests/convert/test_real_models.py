@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import trl
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
@@ -30,7 +29,7 @@ from tests.helpers.real_models import (
     small_generation,
     small_ids,
 )
-from tests.helpers.tiny_chat import common_arguments
+from tests.helpers.tiny_chat import common_arguments, template_of
 
 pytestmark = pytest.mark.slow
 OF_MESSAGES = ("messages", "ShareGPT")
@@ -217,7 +216,7 @@ def test_data_of_each_form_is_read(form, folder):
 def calling(hybrid, tmp_path_factory) -> Path:
     """The hybrid with a template that renders reasoning, functions and calls of them."""
     folder = shutil.copytree(hybrid, tmp_path_factory.mktemp("calling") / hybrid.name)
-    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", folder / "chat_template.jinja")
+    (folder / "chat_template.jinja").write_text(template_of("qwen3"))
     return folder
 
 

@@ -47,13 +47,18 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def template_of(family: str) -> str:
+    """TRL's chat template of a family."""
+    import trl  # which the environments of kernels and vLLM lack
+
+    return (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text()
+
+
 def parsing_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """One with TRL's template of a family, which can tell reasoning and calls in an answer."""
-    import trl  # which the environments of kernels and vLLM lack
     from trl.chat_template_utils import add_response_schema
 
-    template = Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja"
-    return add_response_schema(chat_tokenizer(template.read_text()))
+    return add_response_schema(chat_tokenizer(template_of(family)))
 
 
 def save_chat_teacher(folder: Path, name: str = "llama-gqa", template: str | None = TEMPLATE) -> Path:

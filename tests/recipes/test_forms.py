@@ -1,11 +1,9 @@
 """Users' data in every form, through the templates of many families: rendered whole, or refused by number."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import trl
 from datasets import Dataset, load_dataset
 
 from recipes import dpo, seqkd, sft
@@ -29,7 +27,14 @@ from tests.helpers.data_forms import (
     rows_of,
     user,
 )
-from tests.helpers.tiny_chat import TOOLS, chat_tokenizer, common_arguments, save_chat_teacher, save_hybrid
+from tests.helpers.tiny_chat import (
+    TOOLS,
+    chat_tokenizer,
+    common_arguments,
+    save_chat_teacher,
+    save_hybrid,
+    template_of,
+)
 
 FAMILIES = (
     "llama3", "llama3_1", "qwen2_5", "qwen3", "gemma", "gemma4", "phi3", "deepseek_r1_distill", "gptoss", "glm4moe",
@@ -48,9 +53,7 @@ def call_of(**parameters):
 
 
 def tokenizer_of(family):
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text()
-    return tokenizer
+    return chat_tokenizer(template_of(family))
 
 
 @pytest.mark.parametrize(
