@@ -95,6 +95,7 @@ FORMS: dict[Kind, tuple[Form, ...]] = {
         Form("instruction", also=(*PARTS, "output", "response", *PAIR)),
         Form("query", also=("response", "answers")),
         Form("input", also=PAIR),
+        Form(None, PAIR),
     ),
 }
 """The forms of each kind; where data has the columns of several, the first counts."""
@@ -300,6 +301,11 @@ def _pair(row: Row, form: Form) -> Row:
 
 
 def _asked(row: Row, form: Form) -> Row:
+    if form.question is None:
+        prompt = _pair(row, form)["prompt"]
+        if isinstance(prompt, str):
+            raise ValueError("has two texts that hold a question and an answer; give the question as prompt")
+        return {"prompt": prompt}
     value = row[form.question]
     if form.question in CONVERSATIONS and isinstance(value, list) and value:
         value = list(itertools.takewhile(lambda turn: not _is_answer(turn), value))

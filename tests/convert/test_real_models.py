@@ -32,6 +32,7 @@ from tests.helpers.real_models import (
 from tests.helpers.tiny_chat import common_arguments, template_of
 
 pytestmark = pytest.mark.slow
+EVERY_FORM = FORMS | FORMS_OF_SOME_TEMPLATES
 OF_MESSAGES = ("messages", "ShareGPT")
 """The forms that SFT refuses without a chat template."""
 MERGES = "h e,t he,i n,a n,o n,e r,r e,Ġ t,Ġt he,1 2,12 3,Ċ Ċ,i t,o u,d e,de f".split(",")
@@ -258,10 +259,10 @@ def test_it_trains_on_what_its_template_renders(form, folder, hybrid, calling, t
     trained(recipe, row, calling, folder, tmp_path / "calling")
 
 
-@pytest.mark.parametrize("form", FORMS | FORMS_OF_SOME_TEMPLATES)
+@pytest.mark.parametrize("form", EVERY_FORM)
 def test_it_answers_users_questions(form, folder, hybrid, calling, tmp_path):
     """SeqKD, with the hybrid as the teacher."""
-    row = (FORMS | FORMS_OF_SOME_TEMPLATES)[form]
+    row = EVERY_FORM[form]
     teacher = calling if form in FORMS_OF_SOME_TEMPLATES else hybrid
     data, out = rows(row, tmp_path / "data"), str(tmp_path / "out")
     asked = ["--teacher_model_name_or_path", str(teacher), "--dataset_name", str(data), "--output_dir", out]
@@ -273,15 +274,15 @@ def test_it_answers_users_questions(form, folder, hybrid, calling, tmp_path):
     assert report["rows"]["train"] == 1
 
 
-@pytest.mark.parametrize("form", [name for name, row in FORMS.items() if "chosen" in row])
-def test_its_body_is_a_reward_models(form, folder, hybrid, tmp_path):
+@pytest.mark.parametrize("form", [name for name, row in EVERY_FORM.items() if "chosen" in row])
+def test_its_body_is_a_reward_models(form, hybrid, calling, tmp_path):
     """TRL's trainer, with preferences as the recipes read them."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(calling if form in FORMS_OF_SOME_TEMPLATES else hybrid)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     model = AutoModelForSequenceClassification.from_pretrained(hybrid, num_labels=1, dtype=torch.float32)
     model.config.pad_token_id = tokenizer.pad_token_id
-    found = pairs(read_rows(rows_of(*[FORMS[form]] * 2), "pairs"), tokenizer)
+    found = pairs(read_rows(rows_of(*[EVERY_FORM[form]] * 2), "pairs"), tokenizer)
     arguments = RewardConfig(
         output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to="none", bf16=False,
         use_cpu=True, save_strategy="no", gradient_checkpointing=False,

@@ -43,6 +43,7 @@ FORMS = {
     "Alpaca": {"instruction": "Why?", "input": "", "output": "Because."},
     "UltraFeedback": {"prompt": "Why?", "chosen": [ASKED, CHOSEN], "rejected": [ASKED, REJECTED]},
     "orca": {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
+    "pairs without a prompt": {"chosen": [ASKED, CHOSEN], "rejected": [ASKED, REJECTED]},
 }
 REASONED = assistant("Because.", reasoning_content="It has a cause.")
 FORMS_OF_SOME_TEMPLATES = {

@@ -260,6 +260,12 @@ def test_what_cannot_be_read_is_refused_by_number(kind, row, expected):
         read_rows(rows_of(fine, row), kind)
 
 
+def test_two_texts_with_answers_are_no_question():
+    rows = rows_of({"chosen": "Human: Why?\n\nAssistant: A", "rejected": "Human: Why?\n\nAssistant: B"})
+    with pytest.raises(ValueError, match=r"^Row 0 of the data has two texts .* give the question as prompt; change"):
+        read_rows(rows, "questions")
+
+
 def test_texts_and_messages_do_not_mix():
     rows = rows_of({"prompt": "Why?", "completion": "So."}, ANSWERED)
     with pytest.raises(ValueError, match="Row 1 of the data differs from the first: one has texts"):

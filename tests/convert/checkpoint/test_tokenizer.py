@@ -80,6 +80,19 @@ def test_tokenizers_that_part_are_told_apart(folder_of, tokenizer_json):
     assert differing_text(olmo, llama) == PROBES[1]
 
 
+def test_of_two_tokenizers_the_one_that_transformers_loads_comes_along(folder_of, tokenizer_json, tmp_path):
+    """As exporting tools leave them: a tokenizer.json, and a tokenizer.model of other pieces."""
+    folder = folder_of("llama-gqa", {"tokenizer.json": tokenizer_json, "tokenizer_config.json": declared("Tokenizer")})
+    # SentencePiece's ModelProto: field 1 is a piece, with its text as field 1
+    pieces = b"".join(bytes([0x0A, len(word) + 2, 0x0A, len(word)]) + word for word in (b"<unk>", b"a", b"b"))
+    (folder / "tokenizer.model").write_bytes(pieces)
+    convert(str(folder), tmp_path / "out", align="none")
+    teacher, hybrid = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "out"))
+    assert differing_text(hybrid, teacher) is None
+    assert hybrid.get_vocab() == Tokenizer.from_str(tokenizer_json).get_vocab()
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == pieces
+
+
 def test_a_tokenizer_under_another_name_comes_along(folder_of, tmp_path):
     """As Mistral's newer models have it: tekken.json alone."""
     tokens = [bytes([byte]) for byte in range(256)] + [b" the", b"th", b"he", b"the"]

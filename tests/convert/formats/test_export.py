@@ -138,6 +138,17 @@ def test_what_cannot_be_held_is_named(tmp_path, norm_eps):
             plan_export(exporting(tmp_path / str(i)))
 
 
+@grouped_norm
+@torch.no_grad()
+def test_an_export_is_a_teacher(tmp_path):
+    """A dense model of Granite's architecture, whose numbers of experts are 0."""
+    _, native, out = exported(tmp_path, "granitemoehybrid", VARIANTS["no biases"])
+    convert(str(out), tmp_path / "again", attention_layers="all", align="none")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    ids = random_ids(2, 21)
+    torch.testing.assert_close(again(ids).logits, native(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_every_target_that_the_command_offers_is_there():
     assert tuple(NATIVE_CLASSES) == typing.get_args(ExportTarget)
 
