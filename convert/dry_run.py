@@ -8,7 +8,7 @@ import dataclasses
 
 from .checkpoint.tokenizer import SideFiles, read_side_files
 from .errors import during
-from .fit.memory import alignment_bytes
+from .fit.memory_estimate import alignment_bytes
 from .layout.placement import Decision
 from .options import ConversionOptions
 from .plan import Plan, make_plan

@@ -20,10 +20,10 @@ from modeling_llamba.model.config_values import RECURRENT
 
 from ..hybrids.mapping import LayerMapping, fold_out_bias
 from ..hybrids.shapes import HYBRIDS, mixer_shapes, tensor_shapes
-from ..io.planes import with_scaled_planes
 from ..io.reader import Checkpoint, TensorInfo, quantisation_fault
 from ..io.rules import Part, Rule, Source
 from .base import TeacherFamily
+from .planes import with_scaled_planes
 from .teacher import Teacher, config_errors, hybrid_fields
 
 
@@ -73,7 +73,7 @@ class TeacherWeights:
 
     @functools.cached_property
     def scaled_sources(self) -> dict[str, Source]:
-        """The sources, with queries and keys scaled for rounding (io/planes.py): they make the same model."""
+        """The sources, with queries and keys scaled for rounding (planes.py): they make the same model."""
         return with_scaled_planes(self.sources, self.config)
 
     def sources_for(self, config: PreTrainedConfig) -> dict[str, Source]:

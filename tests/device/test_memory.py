@@ -14,7 +14,7 @@ from convert.cli import main as command
 from convert.fit import activations, fit
 from convert.fit.aligner import Aligner
 from convert.fit.layer_data import Pieces
-from convert.fit.memory import device_bytes
+from convert.fit.memory_estimate import device_bytes
 from convert.fit.text import CalibrationRows
 from convert.layout.placement import Hybrid, everywhere
 from convert.options import make_options

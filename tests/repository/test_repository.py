@@ -274,7 +274,7 @@ def test_models_and_tokenizers_are_loaded_in_one_place():
 
 def test_family_tables_hold_no_tensor_code():
     for path in (ROOT / "convert" / "teachers").glob("*.py"):
-        if path.name in ("teacher.py", "weights.py"):
+        if path.name in ("teacher.py", "weights.py", "planes.py"):
             continue
         assert not {module.split(".")[0] for module, level, _, _ in imports(path) if not level} & {
             "torch",

@@ -23,6 +23,56 @@ static int column_of(int64_t number, Layer layer)
     return layer.S + number - (left > 0 ? left : 0) * layer.E;
 }
 
+/* A state of `count` tokens as a head's queries read it: the mean of its values, the sum of its keys, and what the log
+   mass takes from no query, from a slow dimension of it and from the square of a dimension. */
+typedef struct {
+    float count, constant;
+    const float *value_mean, *of_keys;
+    float *of_slow, *of_square;
+} Readout;
+
+/* The readout of a state by a head with these numbers of `mass`. of_slow: (N). of_square: (P). */
+static inline Readout readout_of(float count, const float *value_mean, const float *of_keys, const float *of_head,
+                                 float *of_slow, float *of_square, Layer layer)
+{
+    int P = layer.P, N = layer.N, planes = layer.planes, slow_planes = layer.slow_planes;
+    const float *alpha = of_head + 2, *beta = alpha + N - slow_planes;
+    float least = larger(count, 1.0f);
+    for (int s = 0; s < N; s++)
+        of_slow[s] = alpha[s < slow_planes ? s : s - slow_planes] * of_keys[s] / least;
+    for (int d = 0; d < P; d++)
+        of_square[d] = beta[d < planes ? d : d - planes] * layer.scale * layer.scale;
+    return (Readout){count, of_head[0] + of_head[1] * logf(least), value_mean, of_keys, of_slow, of_square};
+}
+
+/* Mix what a state returns for a query into its output of softmax attention, with the log-sum-exp `log_near`.
+
+   slow: the scaled slow part (N) of the query. far: (P), the sums of v k' times it, which are changed. feature: (3,
+   P), or NULL. */
+static inline void mix_query(Readout state, const float *query, const float *slow, const float *near, float log_near,
+                             float *restrict far, float *restrict mixed, float *restrict feature, Layer layer)
+{
+    int P = layer.P, N = layer.N;
+    float least = larger(state.count, 1.0f), log_far = state.constant, tilt = 0.0f;
+    for (int d = 0; d < P; d++)
+        log_far += state.of_square[d] * query[d] * query[d];
+    for (int s = 0; s < N; s++) {
+        log_far += state.of_slow[s] * slow[s];
+        tilt += slow[s] * state.of_keys[s];
+    }
+    tilt /= least;
+    float gate = state.count > 0.5f ? 1.0f / (1.0f + expf(log_near - log_far)) : 0.0f;
+    for (int d = 0; d < P; d++) {
+        far[d] = state.value_mean[d] + far[d] / least - state.value_mean[d] * tilt;
+        mixed[d] = near[d] + gate * (far[d] - near[d]);
+    }
+    for (int d = 0; feature && d < P; d++) {
+        feature[d] = gate * near[d];
+        feature[P + d] = gate * state.value_mean[d];
+        feature[2 * P + d] = gate * far[d];
+    }
+}
+
 /* One token of a key/value head: the mixed outputs (R, P) and the features (R, 3, P).
 
    rank: salience of the columns. sums: the state. mass: of the R heads. */
@@ -45,37 +95,26 @@ static inline void mix_head(const uint8_t *keys, Rounding of_keys, const uint8_t
     attend(q, sink_q, held_sinks, keys, of_keys, values, of_values, 0, column_of(number, layer) + 1, bias, S,
            layer.softcap, R, P, near, highest, total);
 
-    const float *of_keys_sums = sums + P * (N + 1);
-    float count = of_keys_sums[0], least = larger(count, 1.0f);
+    const float *last_row = sums + P * (N + 1);
+    float count = last_row[0], value_mean[P], of_slow[N + 1], of_square[P];
+    for (int d = 0; d < P; d++)
+        value_mean[d] = sums[d * (N + 1)] / larger(count, 1.0f);
     for (int r = 0; r < R; r++) {
-        const float *of_head = mass + r * masses, *raw = query + r * P;
-        const float *alpha = of_head + 2, *beta = alpha + N - slow_planes;
-        float *mixed = output + r * P, *feature = features + 3 * r * P, slow[N + 1];
-        float log_mass = of_head[0] + of_head[1] * logf(least), tilt = 0.0f;
-        for (int d = 0; d < P; d++)
-            log_mass += beta[d < planes ? d : d - planes] * (raw[d] * layer.scale) * (raw[d] * layer.scale);
-        for (int s = 0; s < N; s++) {
-            slow[s] = raw[slow_dim(s, planes, slow_planes)] * layer.scale;
-            float product = slow[s] * of_keys_sums[1 + s] / least;
-            tilt += product;
-            log_mass += alpha[s < slow_planes ? s : s - slow_planes] * product;
-        }
-        float *own = near + r * P;
+        Readout state = readout_of(count, value_mean, last_row + 1, mass + r * masses, of_slow, of_square, layer);
+        float *own = near + r * P, slow[N + 1], far[P];
+        for (int s = 0; s < N; s++)
+            slow[s] = query[r * P + slow_dim(s, planes, slow_planes)] * layer.scale;
         for (int d = 0; d < P; d++)
             own[d] /= total[r];
         if (of_values.groups > 0)
             rotate(own, P, P & -P);
-        float gate = count > 0.5f ? 1.0f / (1.0f + expf(highest[r] + logf(total[r]) - log_mass)) : 0.0f;
         for (int d = 0; d < P; d++) {
-            float mean = sums[d * (N + 1)] / least, product = 0.0f;
+            far[d] = 0.0f;
             for (int s = 0; s < N; s++)
-                product += sums[d * (N + 1) + 1 + s] * slow[s];
-            float far = mean + product / least - mean * tilt;
-            mixed[d] = own[d] + gate * (far - own[d]);
-            feature[d] = gate * own[d];
-            feature[P + d] = gate * mean;
-            feature[2 * P + d] = gate * far;
+                far[d] += sums[d * (N + 1) + 1 + s] * slow[s];
         }
+        mix_query(state, query + r * P, slow, own, highest[r] + logf(total[r]), far, output + r * P,
+                  features + 3 * r * P, layer);
     }
 }
 

@@ -59,7 +59,7 @@ void hide_columns(const int64_t *holders, const int64_t *until, float *bias, flo
     }
 }
 
-/* Block by block the state, its readout and the gate, see `mix_head`.
+/* Block by block the state and its readout.
 
    query, near, log_mass: (B, J, K, M/J, R, E, P) and without P, with strides. keys, values: (B, K, T, P), with
    strides. output (B, ., H', P), features (B, tokens, 3 H' P): of `tokens` tokens, the first in slot `offset`.
@@ -126,22 +126,18 @@ void mix_blocks(const float *query, const int64_t *query_strides, const float *n
                 held[P * (N + 1)] = count;
                 memcpy(held + P * (N + 1) + 1, of_keys, sizeof of_keys);
             }
-            float least = larger(count, 1.0f), mean[P];
+            float value_mean[P], of_slow[N + 1], of_square[P];
             for (int d = 0; d < P; d++)
-                mean[d] = of_values[d] / least;
+                value_mean[d] = of_values[d] / larger(count, 1.0f);
             for (int r = 0; r < R; r++) {
                 int head = k * R + r;
-                const float *of_head = mass + head * masses, *alpha = of_head + 2, *beta = alpha + N - slow_planes;
+                Readout readout =
+                    readout_of(count, value_mean, of_keys, mass + head * masses, of_slow, of_square, layer);
                 const int64_t *qs = query_strides, *ns = near_strides, *ms = mass_strides;
                 int j = m / group, in_group = m % group;
                 const float *q = query + b * qs[0] + j * qs[1] + k * qs[2] + in_group * qs[3] + r * qs[4];
                 const float *y = near + b * ns[0] + j * ns[1] + k * ns[2] + in_group * ns[3] + r * ns[4];
                 const float *Z = log_mass + b * ms[0] + j * ms[1] + k * ms[2] + in_group * ms[3] + r * ms[4];
-                float weight[P], of_alpha[N], constant = of_head[0] + of_head[1] * logf(least);
-                for (int d = 0; d < P; d++)
-                    weight[d] = beta[d < planes ? d : d - planes] * layer.scale * layer.scale;
-                for (int s = 0; s < N; s++)
-                    of_alpha[s] = alpha[s < slow_planes ? s : s - slow_planes] * of_keys[s] / least;
                 for (int e = 0; e < E; e += TOGETHER) {
                     float slow[TOGETHER][N], products[TOGETHER][width];
                     memset(slow, 0, sizeof slow);
@@ -153,31 +149,10 @@ void mix_blocks(const float *query, const int64_t *query_strides, const float *n
                         int token = m * E + e + i - offset;
                         if (token < 0 || token >= tokens)
                             continue;
-                        const float *raw = q + (e + i) * qs[5], *own = y + (e + i) * ns[5];
-                        float log_far = constant, tilt = 0.0f;
-                        for (int d = 0; d < P; d++)
-                            log_far += weight[d] * raw[d] * raw[d];
-                        for (int s = 0; s < N; s++) {
-                            log_far += of_alpha[s] * slow[i][s];
-                            tilt += slow[i][s] * of_keys[s];
-                        }
-                        tilt /= least;
-                        float gate = count > 0.5f ? 1.0f / (1.0f + expf(Z[(e + i) * ms[5]] - log_far)) : 0.0f;
                         float *mixed_to = output + b * output_stride + (int64_t)token * row + head * P;
                         int64_t of_features = 3 * (((int64_t)b * tokens + token) * row + head * P);
-                        for (int d = 0; d < P; d++) {
-                            float far = mean[d] + products[i][d] / least - mean[d] * tilt;
-                            mixed_to[d] = own[d] + gate * (far - own[d]);
-                            products[i][d] = gate * far;
-                        }
-                        if (!features)
-                            continue;
-                        float *feature = features + of_features;
-                        for (int d = 0; d < P; d++) {
-                            feature[d] = gate * own[d];
-                            feature[P + d] = gate * mean[d];
-                        }
-                        memcpy(feature + 2 * P, products[i], 4 * P);
+                        mix_query(readout, q + (e + i) * qs[5], slow[i], y + (e + i) * ns[5], Z[(e + i) * ms[5]],
+                                  products[i], mixed_to, features ? features + of_features : NULL, layer);
                     }
                 }
             }

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ...hybrid.block_layout import Blocks
 from ...hybrid.eviction import BlockShape
 from .triton_columns import COUNTS, TILE, Lost
-from .triton_step import slow_dims
+from .triton_step import gate_of, mass_of_query, mass_of_slow, slow_dims
 
 CHUNK = 256
 """Tokens of a chunk, whose blocks one program mixes one after the other."""
@@ -200,8 +200,6 @@ def mix_kernel(
     in_d, in_slow = d < P, slow < N
     of_slow = slow_dims(slow, PLANES, SLOW_PLANES)
     every_d = tl.arange(0, DIMS)
-    part = tl.where(every_d < PLANES, every_d, every_d - PLANES)  # both dimensions of a plane have one number
-    slow_part = tl.where(slow < SLOW_PLANES, slow, slow - SLOW_PLANES)
     cells, in_cells = d[:, None] * (N + 1) + 1 + slow[None, :], in_d[:, None] & in_slow[None, :]
     sums += (at * tl.num_programs(0) + chunk) * (P + 1) * (N + 1)
     total = tl.load(sums + cells, mask=in_cells, other=0.0)
@@ -246,17 +244,14 @@ def mix_kernel(
             place = token[:, None] * query_token
             q = tl.load(of_query + place + every_d[None, :], mask=real[:, None] & (every_d < P)[None, :], other=0.0)
             q = q.to(tl.float32) * scale
-            beta = tl.load(of_head + 2 + N - SLOW_PLANES + part, mask=every_d < P, other=0.0).to(tl.float32)
             slow_q = tl.load(of_query + place + of_slow[None, :], mask=real[:, None] & in_slow[None, :], other=0.0)
             slow_q = slow_q.to(tl.float32) * scale
-            alpha = tl.load(of_head + 2 + slow_part, mask=in_slow, other=0.0).to(tl.float32)
-            far_mass = tl.load(of_head).to(tl.float32) + tl.load(of_head + 1).to(tl.float32) * tl.log(least)
-            far_mass += tl.sum(q * q * beta[None, :], axis=1)
-            far_mass += tl.sum(slow_q * (alpha * key_mean)[None, :], axis=1)
+            far_mass = mass_of_query(of_head, count, q, every_d, P, N, PLANES, SLOW_PLANES)
+            far_mass += mass_of_slow(of_head, slow_q, key_mean, slow, N, SLOW_PLANES)
             far = tl.dot(slow_q, tl.trans(covariance), input_precision="tf32x3") + value_mean[None, :]
             slot = block * E + rows
             near_mass = tl.load(log_mass + b * mass_row + head * mass_head + slot * mass_slot, mask=real, other=0.0)
-            gate = tl.where(count > 0.5, tl.sigmoid(far_mass - near_mass.to(tl.float32)), 0.0)[:, None]
+            gate = gate_of(far_mass, near_mass.to(tl.float32), count)[:, None]
             y = tl.load(near + b * near_row + head * near_head + slot[:, None] * near_slot + d[None, :],
                         mask=in_tile, other=0.0).to(tl.float32)  # fmt: skip
             place = (token[:, None] * K * R) * P + d[None, :]

@@ -166,6 +166,31 @@ def slow_dims(slow, PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr):
 
 
 @triton.jit
+def mass_of_query(of_head, count, q, d, P: tl.constexpr, N: tl.constexpr, PLANES: tl.constexpr,
+                  SLOW_PLANES: tl.constexpr):  # fmt: skip
+    """The log mass of a state of `count` tokens for scaled queries (., DIMS), without that of their slow parts."""
+    part = tl.where(d < PLANES, d, d - PLANES)  # both dimensions of a plane have one number
+    beta = tl.load(of_head + 2 + N - SLOW_PLANES + part, mask=d < P, other=0.0).to(tl.float32)
+    constant = tl.load(of_head).to(tl.float32)
+    constant += tl.load(of_head + 1).to(tl.float32) * tl.log(tl.maximum(count, 1.0))
+    return constant + tl.sum(q * q * beta, axis=-1)
+
+
+@triton.jit
+def mass_of_slow(of_head, slow_q, key_mean, slow, N: tl.constexpr, SLOW_PLANES: tl.constexpr):
+    """The part of the log mass that comes from slow parts (., SLOW) of scaled queries."""
+    part = tl.where(slow < SLOW_PLANES, slow, slow - SLOW_PLANES)
+    alpha = tl.load(of_head + 2 + part, mask=slow < N, other=0.0).to(tl.float32)
+    return tl.sum(slow_q * (alpha * key_mean), axis=-1)
+
+
+@triton.jit
+def gate_of(log_far, log_near, count):
+    """Share of the state beside softmax attention, 0 while it is empty."""
+    return tl.where(count > 0.5, tl.sigmoid(log_far - log_near), 0.0)
+
+
+@triton.jit
 def sortable(rank, column):
     """Numbers that sort as salience does, and by column where it is the same, as 0 and -0 are."""
     bits = tl.where(rank == 0, 0.0, rank).to(tl.int32, bitcast=True)
@@ -365,25 +390,20 @@ def mix_one_kernel(
     count = tl.load(sums)
     least = tl.maximum(count, 1.0)
     value_mean, tilt = tl.load(state + d * (N + 1), mask=in_d, other=0.0) / least, tl.zeros([DIMS], tl.float32)
-    part = tl.where(d < PLANES, d, d - PLANES)  # both dimensions of a plane have one number
-    beta = tl.load(mass + 2 + N - SLOW_PLANES + part, mask=in_d, other=0.0).to(tl.float32)
-    log_mass = tl.load(mass).to(tl.float32) + tl.load(mass + 1).to(tl.float32) * tl.log(least)
-    log_mass += tl.sum(q * beta * q)
+    log_mass = mass_of_query(mass, count, q, d, P, N, PLANES, SLOW_PLANES)
     for first in range(0, N, SLOW):
         slow = first + tl.arange(0, SLOW)
         in_slow = slow < N
         of_slow = slow_dims(slow, PLANES, SLOW_PLANES)
         slow_q = tl.load(query + at * P + of_slow, mask=in_slow, other=0.0).to(tl.float32) * scale
-        slow_part = tl.where(slow < SLOW_PLANES, slow, slow - SLOW_PLANES)
-        alpha = tl.load(mass + 2 + slow_part, mask=in_slow, other=0.0).to(tl.float32)
         key_mean = tl.load(sums + 1 + slow, mask=in_slow, other=0.0) / least
-        log_mass += tl.sum(slow_q * alpha * key_mean)
+        log_mass += mass_of_slow(mass, slow_q, key_mean, slow, N, SLOW_PLANES)
         cells, in_tile = d[:, None] * (N + 1) + 1 + slow[None, :], in_d[:, None] & in_slow[None, :]
         covariance = tl.load(state + cells, mask=in_tile, other=0.0) / least
         covariance -= value_mean[:, None] * key_mean[None, :]
         tilt += tl.sum(covariance * slow_q[None, :], axis=1)
 
-    gate = tl.where(count > 0.5, tl.sigmoid(log_mass - highest - tl.log(total)), 0.0)
+    gate = gate_of(log_mass, highest + tl.log(total), count)
     tl.store(output + at * P + d, near + gate * (value_mean + tilt - near), mask=in_d)
     tl.store(features + 3 * at * P + d, gate * near, mask=in_d)
     tl.store(features + (3 * at + 1) * P + d, gate * value_mean, mask=in_d)

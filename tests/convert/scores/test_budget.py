@@ -13,7 +13,7 @@ from convert import convert
 from convert.dry_run import plan_conversion
 from convert.fit.aligner import Aligner
 from convert.fit.layer_data import LayerData, Pieces
-from convert.fit.memory import host_bytes
+from convert.fit.memory_estimate import host_bytes
 from convert.layout.cache import attention_bytes, cache_bytes
 from convert.layout.config import hybrid_config
 from convert.layout.placement import Attention, CacheBits, Decision, Hybrid, Mixer, Placement, everywhere

@@ -20,8 +20,8 @@ from typing import Literal
 
 import torch
 
-from .reader import Checkpoint
-from .rules import Source
+from ..io.reader import Checkpoint
+from ..io.rules import Source
 
 NAMES = tuple(f"{side}_{of}" for side in "qk" for of in ("proj.weight", "proj.bias", "norm.weight", "norm.bias"))
 """Tensors of an attention that make queries and keys."""

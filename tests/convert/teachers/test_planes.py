@@ -7,7 +7,7 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM
 
 from convert import convert
-from convert.io.planes import PlaneScales, with_scaled_planes
+from convert.teachers.planes import PlaneScales, with_scaled_planes
 from tests.helpers.teachers import STATEFUL, TEACHERS, make_teacher, random_ids
 
 LAYERS = 2
