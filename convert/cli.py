@@ -144,6 +144,10 @@ def inspect_command(options: InspectOptions, switches: Switches) -> None:
     from .tools.inspect import describe_model, inspect_model
 
     _print_report(inspect_model(options.model, options.revision), describe_model, switches["json"])
+    if options.html is not None:
+        from .tools.page import inspect_page, write_page
+
+        write_page(options.html, inspect_page(options.model, options.revision))
 
 
 def update_command(options: UpdateOptions, switches: Switches) -> None:
@@ -206,7 +210,7 @@ COMMANDS = {
         {**flags_of("to", "expand", "revision", "trust_remote_code"), **WRITING},
         {**DRY_TRANSFER, **QUIET},
     ),
-    "inspect": Command(InspectOptions, inspect_command, {"MODEL": "model"}, flags_of("revision"), AS_JSON),
+    "inspect": Command(InspectOptions, inspect_command, {"MODEL": "model"}, flags_of("revision", "html"), AS_JSON),
     "update": Command(UpdateOptions, update_command, {"FOLDER": "folder"}, {}, QUIET),
     "env": Command(EnvOptions, env_command, {}, {}, AS_JSON),
     "families": Command(FamiliesOptions, families_command, {}, {}, AS_JSON),

@@ -641,6 +641,8 @@ class InspectOptions:
     """Folder or Hub id of a hybrid."""
     revision: str | None = None
     """Branch, tag or commit of a Hub repository."""
+    html: str | None = None
+    """File to write a page with pictures to, which opens without a network."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,21 +19,25 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from convert.checkpoint.load import load_config, load_model, prompt_tokenizer
+from convert.checkpoint.load import load_model, prompt_tokenizer
 from convert.checkpoint.tokenizer import differing_text
 from convert.fit.probes import plain_tokens
-from convert.hybrids.shapes import HYBRIDS, tensor_shapes
+from convert.hybrids.shapes import tensor_shapes
 from convert.io.folder import write_beside
 from convert.io.writer import human_bytes
 from convert.layout.cache import cache_bytes, contexts
 from convert.memory import keep_free_memory, return_free_memory
 from convert.teachers.teacher import public_name
+from convert.tools.generate import sampling
+from convert.tools.inspect import hybrid_config
+from convert.tools.page import EXPONENTS, write_page
 
 from .compare_options import CompareOptions
 from .evaluate import fingerprint
 from .evaluation.commit import project_commit
+from .evaluation.comparison_page import comparison_page
 from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
-from .evaluation.metrics import PerToken, Reader, per_token, reader
+from .evaluation.metrics import PerToken, Reader, by_position, per_token, reader
 from .evaluation.other_caches import (
     BFLOAT16,
     OtherCache,
@@ -42,7 +46,7 @@ from .evaluation.other_caches import (
     read_with,
     window_of_bytes,
 )
-from .evaluation.picture import Point, picture
+from .evaluation.picture import mean_of, picture, points
 from .evaluation.recall import NEEDLE, hits, needle_distances, needles_probe, questions
 from .evaluation.results import ResultsFolder
 from .evaluation.ruler import TASKS, generators, ruler
@@ -50,6 +54,8 @@ from .evaluation.speed import speed
 from .evaluation.texts import TextSource
 
 RESULTS, REPORT, PICTURE = "compare.json", "compare.md", "compare.png"
+CONTINUED = 64
+"""Number of tokens with which a model goes on with a text, at the end of a row."""
 AFTER = 128
 """Number of tokens that are judged after each context."""
 ROUNDED = {
@@ -93,7 +99,8 @@ class Comparison:
     def __init__(self, options: CompareOptions, progress: Callable[[str, int, int], None]):
         self.options, self.progress = options, progress
         self.sources = [TextSource(text) for text in options.text]
-        self.configs = {name: hybrid_config(options, name) for name in options.hybrids}
+        trusts = options.trust_remote_code
+        self.configs = {name: hybrid_config(name, trust_remote_code=trusts) for name in options.hybrids}
         self.tokenizer = same_tokenizer(options)
         self.teacher = load(options, options.teacher)
         self.shapes = layer_shapes(self.teacher)
@@ -179,6 +186,7 @@ class Comparison:
             "cache_bytes": {name: method.nbytes(length) for name, length in shown.items()},
             "share": method.nbytes(self.options.length) / OtherCache().nbytes(self.shapes, self.options.length),
             "shares": {name: method.nbytes(n) / OtherCache().nbytes(self.shapes, n) for name, n in shown.items()},
+            "bytes_at": {str(2**k): method.nbytes(2**k) for k in EXPONENTS},
             "weight_bytes": method.weights,
             "text": {source.label: self.text(method, source) for source in self.sources},
             "recall": self.recall(method),
@@ -193,7 +201,11 @@ class Comparison:
         found = per_token(method.reader(ends), self.reference, ids, 1, advance)
         after = [place for end in ends for place in range(end, min(end + min(AFTER, o.first), o.length - 1))]
         everywhere = None if method.kind in EVICTED else summary(found, range(o.first, o.length - 1))
-        return {"rows": len(ids), "everywhere": everywhere, "after_contexts": summary(found, after)}
+        positions = None if everywhere is None else [(row["stop"], row["kl"]) for row in by_position(found)]
+        return {
+            "rows": len(ids), "everywhere": everywhere, "after_contexts": summary(found, after),
+            "by_position": positions,
+        }  # fmt: skip
 
     def recall(self, method: Method) -> dict[str, Any]:
         """Share of random tokens that are found again, copied and hidden in text; all questions come at the end."""
@@ -218,6 +230,18 @@ class Comparison:
             "needles": dict(zip(map(str, distances), by_distance, strict=True)),
             "needle_rows": len(prose),
         }
+
+    @torch.no_grad()
+    def continuation(self, method: Method, source: TextSource) -> list[int]:
+        """Token ids with which a model goes on with a text, the most likely one each time, up to the end of a row."""
+        ids = source.rows(self.tokenizer, self.options.length, 1)[:, :-CONTINUED].to(self.teacher.device)
+        with method.model() as model:
+            greedy = {"temperature": None, "top_p": None, "top_k": None} | sampling(0.0)
+            found = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=CONTINUED, min_new_tokens=CONTINUED,
+                num_beams=1, pad_token_id=self.tokenizer.pad_token_id, **greedy,
+            )  # fmt: skip
+        return found[0, ids.shape[1] :].tolist()
 
     def ruler(self, method: Method, length: int) -> dict[str, float]:
         """Scores of RULER's tasks at one length; each row alone, since other caches count from the first token."""
@@ -259,19 +283,6 @@ def short_name(name: str, among: Sequence[str]) -> str:
     return last if sum(Path(other).name == last for other in among) == 1 else name
 
 
-def hybrid_config(options: CompareOptions, name: str) -> PreTrainedConfig:
-    """The configuration of a hybrid, with which its cache is counted."""
-    config = load_config(name, trust_remote_code=options.trust_remote_code)
-    if config.model_type not in HYBRIDS:
-        raise ValueError(
-            f"{name} is a {config.model_type} model, not a hybrid; make one: convert-to-hybrid {name} OUT."
-        )
-    config.conversion = {"teacher_layer_types": ["full_attention"] * len(config.layer_types)} | (
-        config.conversion or {}
-    )
-    return config
-
-
 def same_tokenizer(options: CompareOptions) -> PreTrainedTokenizerBase:
     """The teacher's tokenizer, as which every hybrid's has to read text."""
     own, *others = (
@@ -304,8 +315,8 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
         "teacher": [options.teacher, fingerprint(options.teacher, None, options.trust_remote_code)],
         "text": [[source.name, source.fingerprint()] for source in map(TextSource, options.text)],
     } | {name: getattr(options, name) for name in ("length", "rows", "first", "needle_rows", "dtype", "device")}
-    parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}}
-    folder = ResultsFolder(Path(options.output), {"common": common, "method": {}} | parts)
+    parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}, "continuation": CONTINUED}
+    folder = ResultsFolder(Path(options.output), {"common": common, "method": {"by_position": True}} | parts)
     if options.ruler:
         generators()  # before anything is computed for nothing
     comparison = Comparison(options, progress)
@@ -323,12 +334,20 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
         row = folder.cell("method", cell, comparison.measure, method)
         lengths = options.ruler if method.model else ()
         row["ruler"] = {str(n): folder.cell("ruler", f"{cell} {n}", comparison.ruler, method, n) for n in lengths}
+        row["continuations"] = {}
+        if options.html is not None and method.kind in ("teacher", "hybrid"):
+            for source in comparison.sources:
+                ids = folder.cell("continuation", f"{cell} {source.label}", comparison.continuation, method, source)
+                row["continuations"][source.label] = ids
         found["methods"].append(row)
         write(folder.path, found)
     hybrids = [f"{name} {fingerprint(name, None, options.trust_remote_code)}" for name in options.hybrids]
     for context in options.speed:
         found["speed"] += folder.cell("speed", f"{context} {hybrids}", comparison.speed, context)
         write(folder.path, found)
+    if options.html is not None:
+        configs = {short_name(name, options.hybrids): config for name, config in comparison.configs.items()}
+        write_page(options.html, comparison_page(found, configs, comparison.tokenizer))
     return found
 
 
@@ -338,12 +357,6 @@ def write(folder: Path, found: dict[str, Any]) -> None:
     write_beside(folder / RESULTS, lambda partial: partial.write_text(text))
     write_beside(folder / REPORT, lambda partial: partial.write_text(markdown(found)))
     picture(points(found["methods"])).savefig(folder / PICTURE)
-
-
-def mean_of(row: Row, where: str, figure: str) -> float | None:
-    """Mean of a figure over the texts, each of which counts the same."""
-    values = [of_text[where] and of_text[where][figure] for of_text in row["text"].values()]
-    return None if None in values else sum(values) / len(values)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -423,15 +436,3 @@ def markdown(found: dict[str, Any]) -> str:
         lines += ["", "Tokens per second, one sequence; other caches are emulated and not timed:", ""]
         lines += table(["tokens", "model", "prompt", "decoding"], speeds)
     return "\n".join(lines) + "\n"
-
-
-def points(methods: Sequence[Row]) -> list[Point]:
-    """All methods but the teacher, with their KL on the tokens after contexts, which all of them have."""
-    teacher, *others = methods
-    found = []
-    for row in others:
-        needles = None
-        if teacher["recall"]["needle"]:
-            needles = 100 * row["recall"]["needle"] / teacher["recall"]["needle"]
-        found.append(Point(row["kind"], 100 * row["share"], mean_of(row, "after_contexts", "kl"), needles))
-    return found

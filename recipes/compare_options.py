@@ -43,6 +43,9 @@ class CompareOptions:
     """Number of rows of each of RULER's tasks."""
     dtype: str = "float32"
     """Type of the weights in memory: auto, float32, bfloat16 or float16."""
+    html: str | None = None
+    """File for a page of tables and pictures, which opens without a network. For it each model goes on with each text,
+    too."""
     device: str = "cpu"
     """Device to run on: cpu or cuda."""
     trust_remote_code: bool = False

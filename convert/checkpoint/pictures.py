@@ -1,5 +1,6 @@
 """Small pictures for model cards: what each layer is, what its cache takes, where it falls short of its teacher."""
 
+import itertools
 from collections.abc import Sequence
 from math import log2, log10
 from pathlib import Path
@@ -9,9 +10,12 @@ from transformers import PreTrainedConfig
 
 from modeling_llamba.model.config_values import RECURRENT
 
-from ..layout.cache import cache_bytes
+from ..io.writer import human_bytes
+from ..layout.cache import FULL, MIXER, RECURRENT_STATE, SALIENT, SLIDING, STATE, cache_bytes
 
 LAYERS, CACHE, KL = "layers.png", "cache.png", "kl.png"
+LEAST_KL = 1e-5
+"""Smallest KL that is drawn: on a scale of powers of ten 0 has no place."""
 TEACHER_COLOR, HYBRID_COLOR = "#4a5568", "#dd6b20"
 PROBE_COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5")
 KINDS = {
@@ -22,6 +26,13 @@ KINDS = {
     "window and state": "#fbd38d",
     "window": "#cbd5e0",
 }
+
+
+PART_COLORS = {
+    FULL: KINDS["attention"], SALIENT: KINDS["window"], STATE: KINDS["window and state"],
+    SLIDING: KINDS["the teacher's sliding window"], MIXER: KINDS["mixer"],
+    RECURRENT_STATE: KINDS["the teacher's state"],
+}  # fmt: skip
 
 
 def save_pictures(config: PreTrainedConfig, folder: Path) -> None:
@@ -88,6 +99,60 @@ def cache_picture(config: PreTrainedConfig) -> Any:
     powers = range(max(int(low) + 1, 0), int(high) + 1)
     axes.set_yticks(powers, [f"{10 ** (p % 3)} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[p // 3]}" for p in powers])
     label_tokens(axes, exponents, "tokens of context")
+    return figure
+
+
+def parts_picture(layers: Sequence[dict[str, int]]) -> Any:
+    """A bar for each layer: the bytes of its cache, by the names of `PARTS`."""
+    figure, axes = new_figure(2.6, (0.12, 0.17, 0.85, 0.66))
+    below = [0.0] * len(layers)
+    for part, color in PART_COLORS.items():
+        sizes = [layer.get(part, 0) / 1000 for layer in layers]
+        if any(sizes):
+            axes.bar(range(len(layers)), sizes, bottom=below, color=color, label=part)
+        below = [size + under for size, under in zip(sizes, below, strict=True)]
+    axes.set_xlabel("layer", labelpad=1)
+    axes.set_ylabel("kB")
+    axes.tick_params(labelsize=9, length=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(ncols=3, loc="upper center", frameon=False, fontsize=9)
+    return figure
+
+
+def totals_picture(totals: dict[str, Sequence[int]], exponents: Sequence[int], break_even: int | None) -> Any:
+    """Bytes of weights and cache by the length of the context.
+
+    Args:
+        totals: of each model, at 2**k tokens for each k of `exponents`.
+        break_even: tokens at which a dotted line stands.
+    """
+    figure, axes = new_figure(2.6, (0.14, 0.19, 0.83, 0.76))
+    for name, sizes, color in zip(totals, totals.values(), itertools.cycle((TEACHER_COLOR, *PROBE_COLORS))):
+        axes.plot(exponents, sizes, "o-", color=color, label=name, markersize=3)
+    if break_even is not None:
+        axes.axvline(log2(break_even), color="#000000", linestyle=":", linewidth=1, label="break-even")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda size, _: human_bytes(size))
+    label_tokens(axes, exponents, "tokens of context")
+    return figure
+
+
+def positions_picture(kl: dict[str, Sequence[tuple[int, float]]]) -> Any:
+    """KL to the teacher by position, both axes logarithmic.
+
+    Args:
+        kl: of each method, where a range of positions ends, and the mean KL in it.
+    """
+    figure, axes = new_figure(3, (0.12, 0.16, 0.85, 0.66))
+    ends: list[float] = []
+    for (name, found), color in zip(kl.items(), itertools.cycle((*PROBE_COLORS, TEACHER_COLOR))):
+        ends = [log2(end) for end, _ in found]
+        axes.plot(ends, [max(value, LEAST_KL) for _, value in found], "o-", color=color, label=name, markersize=3)
+    axes.set_yscale("log")
+    label_tokens(axes, ends, "position, tokens")
+    if axes.get_legend():
+        axes.get_legend().remove()
+    figure.legend(*axes.get_legend_handles_labels(), ncols=3, loc="upper center", frameon=False, fontsize=8)
     return figure
 
 

@@ -12,6 +12,11 @@ CACHE_DTYPE = torch.bfloat16
 """Type in which caches are counted, whatever type the weights are stored in: a model may be loaded in any."""
 CONTEXTS = {"4k": 4096, "32k": 32768, "128k": 131072}
 """Numbers of tokens at which sizes are shown for every model."""
+FULL, SALIENT, STATE, SLIDING, MIXER, RECURRENT_STATE = PARTS = (
+    "full attention", "window and salient tokens", "state", "the teacher's sliding window", "mixer",
+    "the teacher's state",
+)  # fmt: skip
+"""Parts of a hybrid's cache."""
 LONGEST = {"256k": 262_144}
 """Number of tokens at which they are shown for teachers that were made for as many."""
 
@@ -26,6 +31,29 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACH
 
     Keys and values in `dtype`, the hybrid's in its bits; recurrent states in float32.
     """
+    teacher_types = config.conversion["teacher_layer_types"]
+    whole = {kind: layer_bytes(config, kind, length, dtype) for kind in set(teacher_types)}
+    hybrid = sum(sum(parts.values()) for parts in parts_of_layers(config, length, dtype))
+    return sum(whole[kind] for kind in teacher_types), hybrid
+
+
+def parts_of_layers(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACHE_DTYPE) -> list[dict[str, int]]:
+    """Bytes of each layer of a hybrid after `length` tokens, by the names of `PARTS`."""
+    bits = {"full_attention": config.full_attention_bits, "sliding_attention": config.window_bits}
+    names = {"full_attention": FULL, "sliding_attention": SLIDING, RECURRENT: RECURRENT_STATE}
+    alike = {
+        kind: {names[kind]: layer_bytes(config, kind, length, dtype, bits.get(kind, 16))}
+        for kind in names.keys() & set(config.layer_types)
+    }
+    alike["linear_attention"] = {MIXER: mixer_bytes(config, dtype)}
+    return [
+        hybrid_parts(config, layer, length, dtype) if kind == "hybrid" else alike[kind]
+        for layer, kind in enumerate(config.layer_types)
+    ]
+
+
+def mixer_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of a mixer: of its state in float32, of its convolution in `dtype`."""
     inner = config.mixer_num_heads * config.mixer_head_dim
     recurrent = num_states(config) * config.mixer_head_dim * config.mixer_d_state * 4
     # the convolution keeps the last inputs of x, and but for mamba1 of B and C as well
@@ -33,17 +61,7 @@ def cache_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CACH
     if config.mixer != "mamba1":
         channels = config.mixer_num_kv_heads * (config.mixer_head_dim + config.mixer_d_state)
         channels += config.mixer_num_heads * config.mixer_d_state
-    state = recurrent + channels * config.mixer_d_conv * dtype.itemsize
-    teacher_types = config.conversion["teacher_layer_types"]
-    whole = {kind: layer_bytes(config, kind, length, dtype) for kind in set(teacher_types)}
-    hybrids = [i for i, kind in enumerate(config.layer_types) if kind == "hybrid"]
-    others = [kind for kind in config.layer_types if kind != "hybrid"]
-    bits = {"full_attention": config.full_attention_bits, "sliding_attention": config.window_bits}
-    own = {kind: layer_bytes(config, kind, length, dtype, bits.get(kind, 16)) for kind in set(teacher_types)}
-    own["linear_attention"] = state
-    hybrid = sum(own[kind] for kind in others)
-    hybrid += sum(hybrid_bytes(config, layer, length, dtype) for layer in hybrids)
-    return sum(whole[kind] for kind in teacher_types), hybrid
+    return recurrent + channels * config.mixer_d_conv * dtype.itemsize
 
 
 def break_even(config: PreTrainedConfig, more_weights: int, bits: int = 16) -> int | None:
@@ -84,15 +102,15 @@ def teacher_bytes(config: PreTrainedConfig, length: int, dtype: torch.dtype = CA
     return sum(layer_bytes(config, kind, length, dtype) for kind in config.layer_types)
 
 
-def hybrid_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
+def hybrid_parts(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of a hybrid layer after `length` tokens: the same at any length but for its kept heads."""
     windowed = windowed_heads(config, layer)
     kept = config.num_key_value_heads - windowed
     columns = config.hybrid_sinks + config.hybrid_salient + config.window_of(layer)
-    size = kept * pair_bytes(config, config.full_attention_bits, dtype) * length + state_bytes(config, layer)
+    parts = {FULL: kept * pair_bytes(config, config.full_attention_bits, dtype) * length, SALIENT: 0}
     if length:  # room for all columns from the first token on, each with its salience
-        size += columns * (windowed * pair_bytes(config, config.window_bits, dtype) + 4)
-    return size
+        parts[SALIENT] = columns * (windowed * pair_bytes(config, config.window_bits, dtype) + 4)
+    return parts | {STATE: state_bytes(config, layer)}
 
 
 def pair_bytes(config: PreTrainedConfig, bits: int | list[int], dtype: torch.dtype) -> int:

@@ -29,15 +29,26 @@ MIXER_FIELDS = (
 )  # fmt: skip
 
 
-def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Layers, mixers, sizes, cache and provenance of a hybrid, as plain data."""
+def hybrid_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a hybrid; one that records no teacher is compared with full attention in every layer.
+
+    Raises:
+        ValueError: it is no hybrid.
+    """
     with during(f"reading {model}"):
-        config = load_config(model, revision)
+        config = load_config(model, revision, trust_remote_code=trust_remote_code)
     if config.model_type not in HYBRIDS:
         raise ValueError(
-            f"{model} is a {config.model_type} model, not a hybrid; `convert-to-hybrid {model} OUT --dry-run` says "
-            "what would become of it."
+            f"{model} is a {config.model_type} model, not a hybrid; `convert-to-hybrid {model} OUT` makes one."
         )
+    attention = {"teacher_layer_types": ["full_attention"] * len(config.layer_types)}
+    config.conversion = attention | (config.conversion or {})
+    return config
+
+
+def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
+    """Layers, mixers, sizes, cache and provenance of a hybrid, as plain data."""
+    config = hybrid_config(model, revision)
     folder = Path(model).expanduser()
     if any(folder.glob("*.safetensors")):
         open_weights(folder)
@@ -50,6 +61,7 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": parameters,
         "weight_bytes": parameters * dtype.itemsize,
+        "teacher_weight_bytes": _parameters_of_attention(config) * dtype.itemsize,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "layer_map": layer_letters(layers),
@@ -72,13 +84,11 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
         report["window"] |= {"block": config.hybrid_block, "salient": config.hybrid_salient}
         report["window"] |= {"state": config.mixer != "none", "rank": config.hybrid_rank}
         report["full_heads"] = sum(len(heads) for heads in config.hybrid_full_heads or ())
-    attention = {"teacher_layer_types": ["full_attention"] * config.num_hidden_layers}
-    config.conversion = attention | (config.conversion or {})  # the cache's size is compared with the teacher's
     report["bits"] = str(Placement.of(config).bits)
     sizes = {name: cache_bytes(config, length) for name, length in contexts(config).items()}
     report["cache_bytes"] = {name: {"all_attention": all_, "this_model": own} for name, (all_, own) in sizes.items()}
     if set(MIXER_LAYERS) & set(layers):
-        more = (parameters - _parameters_of_attention(config)) * dtype.itemsize
+        more = report["weight_bytes"] - report["teacher_weight_bytes"]
         report["break_even"] = {f"{bits} bits": break_even(config, more, bits) for bits in (16, 8)}
     return report
 
@@ -128,7 +138,7 @@ def describe_model(report: dict[str, Any]) -> Group:
     for key, value in report["provenance"].items():
         if key != "teacher_layer_types" and value not in (None, {}):
             facts.add_row(printable(key), printable(as_recorded(value)))
-    if not report["provenance"]:
+    if not report["provenance"].keys() - {"teacher_layer_types"}:
         facts.add_row("teacher", "not recorded")
     facts.add_row("alignment", printable(_alignment_line(report["alignment"])))
     cache = Table("cache per sequence", "attention throughout", "this model", "share")

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from convert.checkpoint.pictures import new_figure
+from convert.checkpoint.pictures import LEAST_KL, new_figure
 
 COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", "#4a5568")
-LEAST = 1e-5
-"""Smallest KL that is drawn: on a scale of powers of ten 0 has no place."""
+
+
+Row = dict[str, Any]
 
 
 class Point(NamedTuple):
@@ -25,7 +26,7 @@ def picture(points: Sequence[Point]) -> Any:
     """KL and recall against the share of a bfloat16 cache."""
     kinds = list(dict.fromkeys(point.kind for point in points))
     figure, left, right = new_figure(3.4, (0.12, 0.14, 0.37, 0.74), (0.6, 0.14, 0.37, 0.74))
-    points = [point if point.kl is None else point._replace(kl=max(point.kl, LEAST)) for point in points]
+    points = [point if point.kl is None else point._replace(kl=max(point.kl, LEAST_KL)) for point in points]
     for axes, field in ((left, "kl"), (right, "found")):
         for color, kind in zip(COLORS, kinds, strict=False):
             of_kind = [(point.share, getattr(point, field)) for point in points if point.kind == kind]
@@ -43,3 +44,21 @@ def picture(points: Sequence[Point]) -> Any:
     right.set_ylabel("needles found, % of the teacher's")
     figure.legend(*left.get_legend_handles_labels(), loc="upper center", ncols=5, frameon=False, fontsize=8)
     return figure
+
+
+def points(methods: Sequence[Row]) -> list[Point]:
+    """All methods but the teacher, with their KL on the tokens after contexts, which all of them have."""
+    teacher, *others = methods
+    found = []
+    for row in others:
+        needles = None
+        if teacher["recall"]["needle"]:
+            needles = 100 * row["recall"]["needle"] / teacher["recall"]["needle"]
+        found.append(Point(row["kind"], 100 * row["share"], mean_of(row, "after_contexts", "kl"), needles))
+    return found
+
+
+def mean_of(row: Row, where: str, figure: str) -> float | None:
+    """Mean of a figure over the texts, each of which counts the same."""
+    values = [of_text[where] and of_text[where][figure] for of_text in row["text"].values()]
+    return None if None in values else sum(values) / len(values)

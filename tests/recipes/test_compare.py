@@ -16,6 +16,7 @@ from convert.options import documented
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from recipes import compare as comparison
 from recipes.cli import COMPARE, main
+from recipes.compare import CONTINUED
 from recipes.compare_options import CompareOptions
 from recipes.demo import saved_and_paid
 from recipes.evaluation.eviction import (
@@ -28,6 +29,7 @@ from recipes.evaluation.eviction import (
     read_moments,
     reading_scores,
 )
+from recipes.evaluation.generation import common_prefix
 from recipes.evaluation.metrics import reader
 from recipes.evaluation.other_caches import (
     GROUP,
@@ -43,6 +45,7 @@ from recipes.evaluation.other_caches import (
 )
 from recipes.evaluation.recall import NEEDLE, needle_distances, needles_probe
 from recipes.evaluation.texts import PYTHON_CODE, TextSource
+from tests.helpers.html_page import check_page
 from tests.helpers.teachers import TEACHERS, make_teacher, random_ids
 from tests.helpers.tiny_chat import chat_tokenizer, save_chat_teacher, save_hybrid, words
 
@@ -150,6 +153,37 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     code, _, errors = compare(folder, tmp_path, "--rows", "1")
     assert code == 1, "other settings are measured anew"
     assert "computed again" in errors, "other settings are measured anew"
+
+
+def test_a_page_of_it(folder, tmp_path):
+    """All caches and pictures in one file, and how the models go on with a text: by the tokens of `generate`."""
+    file = tmp_path / "page.html"
+    code, said, errors = compare(folder, tmp_path / "out", "--html", str(file), "--json")
+    assert code == 0, errors
+    found = json.loads(said)
+    content = file.read_text()
+    text = check_page(content)
+    for row in found["methods"]:
+        assert row["name"] in text
+        assert f"{row['text']['text']['after_contexts']['kl']:.4f}" in text
+    assert content.count("<svg") == 5
+    assert all((row["text"]["text"]["by_position"] is None) == row["name"].startswith("eviction")
+               for row in found["methods"])  # fmt: skip
+    tokenizer = chat_tokenizer()
+    ids = TextSource(str(folder / "text.jsonl")).rows(tokenizer, LENGTH, 1)
+    said = {}
+    for name in ("teacher", "hybrid"):
+        model = load_model(str(folder / name), "float32")
+        out = model.generate(ids[:, :-CONTINUED], do_sample=False, max_new_tokens=CONTINUED, min_new_tokens=CONTINUED,
+                             pad_token_id=0)  # fmt: skip
+        said[name] = out[0, LENGTH - CONTINUED :].tolist()
+        assert tokenizer.decode(said[name]) in text
+    assert {row["name"]: row["continuations"]["text"] for row in found["methods"] if row["continuations"]} == said
+    alike = common_prefix(said["teacher"], said["hybrid"])
+    assert f"hybrid: {alike} of {CONTINUED} tokens" in text
+    marked = tokenizer.decode(said["hybrid"][: alike + 1])[len(tokenizer.decode(said["hybrid"][:alike])) :]
+    assert f"<mark>{marked}</mark>" in content
+    assert found["methods"][0]["bytes_at"]["4096"] == found["methods"][0]["cache_bytes"]["4k"]
 
 
 def test_no_context_holds_what_asks(folder, monkeypatch):
