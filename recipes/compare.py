@@ -47,6 +47,7 @@ from .evaluation.other_caches import (
     window_of_bytes,
 )
 from .evaluation.picture import mean_of, picture, points
+from .evaluation.real_caches import REAL_CACHES, check_packages, held_bytes, make_cache, read_held
 from .evaluation.recall import NEEDLE, hits, needle_distances, needles_probe, questions
 from .evaluation.results import ResultsFolder
 from .evaluation.ruler import TASKS, generators, ruler
@@ -72,6 +73,9 @@ SPEED_TOKENS, LONG = 8, 1024
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
 """Sizes of a quick comparison."""
 EVICTED = ("eviction", "eviction and moments")
+REAL = "real cache"
+AFTER_CONTEXTS = (*EVICTED, REAL)
+"""Kinds of caches that are judged after contexts alone."""
 Row = dict[str, Any]
 
 
@@ -90,7 +94,7 @@ class Method(NamedTuple):
     reader: Callable[[Sequence[int]], Reader]
     """Makes the reader of single texts in which contexts end at these places."""
     model: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None
-    """Opens the model that answers with this cache; none for eviction, whose cache depends on where contexts end."""
+    """Opens the model that answers with this cache; none where the cache depends on where contexts end."""
 
 
 class Comparison:
@@ -143,6 +147,8 @@ class Comparison:
         yield whole._replace(reader=lambda ends: self.reference, model=lambda: nullcontext(self.teacher))
         for name, cache in ROUNDED.items():
             yield self._other(name, "rounded cache", cache)
+        for name in REAL_CACHES if self.options.real else ():
+            yield self._real(name)
         for name, config in self.configs.items():
             short, nbytes = short_name(name, self.options.hybrids), cache_bytes(config, self.options.length)[1]
             yield self._hybrid(name, short, config)
@@ -163,6 +169,12 @@ class Comparison:
             lambda ends: read_with(self.teacher, self.own, cache.attend),
             lambda: attending(self.teacher, cache.attend),
         )  # fmt: skip
+
+    def _real(self, name: str) -> Method:
+        make = functools.partial(make_cache, self.teacher.config, name)
+        settings = f"{REAL_CACHES[name]} {transformers.__version__}"
+        return Method(name, REAL, settings, held_bytes(make, self.shapes), self.weights,
+                      lambda ends: read_held(self.own, make, ends))  # fmt: skip
 
     def _hybrid(self, name: str, short: str, config: PreTrainedConfig) -> Method:
         made = functools.cache(lambda: load(self.options, name))
@@ -200,7 +212,7 @@ class Comparison:
         advance = functools.partial(self.progress, what, total=len(ids))
         found = per_token(method.reader(ends), self.reference, ids, 1, advance)
         after = [place for end in ends for place in range(end, min(end + min(AFTER, o.first), o.length - 1))]
-        everywhere = None if method.kind in EVICTED else summary(found, range(o.first, o.length - 1))
+        everywhere = None if method.kind in AFTER_CONTEXTS else summary(found, range(o.first, o.length - 1))
         positions = None if everywhere is None else [(row["stop"], row["kl"]) for row in by_position(found)]
         return {
             "rows": len(ids), "everywhere": everywhere, "after_contexts": summary(found, after),
@@ -317,8 +329,10 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     } | {name: getattr(options, name) for name in ("length", "rows", "first", "needle_rows", "dtype", "device")}
     parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}, "continuation": CONTINUED}
     folder = ResultsFolder(Path(options.output), {"common": common, "method": {"by_position": True}} | parts)
-    if options.ruler:
-        generators()  # before anything is computed for nothing
+    if options.ruler:  # before anything is computed for nothing
+        generators()
+    if options.real:
+        check_packages()
     comparison = Comparison(options, progress)
     found: dict[str, Any] = {
         "teacher": public_name(options.teacher),
@@ -377,7 +391,7 @@ def markdown(found: dict[str, Any]) -> str:
         share = f"{row['share']:.1%}"
         recall = f"{row['recall']['copy']:.0%}, {row['recall']['needle']:.0%}"
         after = shown(mean_of(row, "after_contexts", "kl"))
-        where = "after_contexts" if row["kind"] in EVICTED else "everywhere"
+        where = "after_contexts" if row["kind"] in AFTER_CONTEXTS else "everywhere"
         quality.append([row["name"], share, *kl, after, shown(mean_of(row, where, "agreement"), ".1%"), recall])
         texts.append([row["name"]])
         for of_text in row["text"].values():
@@ -395,11 +409,12 @@ def markdown(found: dict[str, Any]) -> str:
         f"# {found['teacher']}, its hybrids, and other caches",
         "",
         f"Commit {found['commit']}, {where}. Rounding, windows and eviction are emulated and their bytes counted; "
-        f"share is of a cache in bfloat16 at {tokens} tokens. KL from the teacher, in nats per token, is a mean over "
+        "caches named after transformers are its own, and their bytes measured. "
+        f"Share is of a cache in bfloat16 at {tokens} tokens. KL from the teacher, in nats per token, is a mean over "
         f"{', '.join(labels)}: from position {first} on, and on the {min(AFTER, first)} tokens after each of the "
-        f"contexts of {first}, {2 * first}, ... tokens, where alone eviction is judged; what follows comes on "
-        f"top of its bytes. Recall of random tokens: copied, {settings['length'] // 4:,} back, and needles, hidden in "
-        f"text (a mean over all distances).",
+        f"contexts of {first}, {2 * first}, ... tokens. Eviction and transformers' own caches are judged after "
+        f"contexts alone; the tokens after them come on top of their bytes. Recall of random tokens: copied, "
+        f"{settings['length'] // 4:,} back, and needles, hidden in text (a mean over all distances).",
         "",
         *table(["cache", "share", "KL", "median", "99.9 %", "KL after contexts", "top-1 agreement", "recall"],
                quality),

@@ -17,7 +17,7 @@ LAYERS, CACHE, KL = "layers.png", "cache.png", "kl.png"
 LEAST_KL = 1e-5
 """Smallest KL that is drawn: on a scale of powers of ten 0 has no place."""
 TEACHER_COLOR, HYBRID_COLOR = "#4a5568", "#dd6b20"
-PROBE_COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5")
+LINE_COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", TEACHER_COLOR)
 KINDS = {
     "attention": "#2b6cb0",
     "the teacher's sliding window": "#90cdf4",
@@ -127,7 +127,7 @@ def totals_picture(totals: dict[str, Sequence[int]], exponents: Sequence[int], b
         break_even: tokens at which a dotted line stands.
     """
     figure, axes = new_figure(2.6, (0.14, 0.19, 0.83, 0.76))
-    for name, sizes, color in zip(totals, totals.values(), itertools.cycle((TEACHER_COLOR, *PROBE_COLORS))):
+    for (name, sizes), color in zip(totals.items(), itertools.cycle(LINE_COLORS[::-1])):
         axes.plot(exponents, sizes, "o-", color=color, label=name, markersize=3)
     if break_even is not None:
         axes.axvline(log2(break_even), color="#000000", linestyle=":", linewidth=1, label="break-even")
@@ -145,7 +145,7 @@ def positions_picture(kl: dict[str, Sequence[tuple[int, float]]]) -> Any:
     """
     figure, axes = new_figure(3, (0.12, 0.16, 0.85, 0.66))
     ends: list[float] = []
-    for (name, found), color in zip(kl.items(), itertools.cycle((*PROBE_COLORS, TEACHER_COLOR))):
+    for (name, found), color in zip(kl.items(), itertools.cycle(LINE_COLORS)):
         ends = [log2(end) for end, _ in found]
         axes.plot(ends, [max(value, LEAST_KL) for _, value in found], "o-", color=color, label=name, markersize=3)
     axes.set_yscale("log")
@@ -176,7 +176,7 @@ def kl_picture(
         label_tokens(panels[0], ends, "position, tokens")
     if recall:
         distances: list[float] = []
-        for color, (probe, rows) in zip(PROBE_COLORS, recall.items(), strict=False):
+        for color, (probe, rows) in zip(LINE_COLORS, recall.items(), strict=False):
             x = [log2(max(distance, 1)) for distance, _, _ in rows]
             distances += x
             panels[-1].plot(x, [of_hybrid for _, _, of_hybrid in rows], "o-", color=color, label=probe)

@@ -64,7 +64,7 @@ def quality_section(methods: Sequence[Row], settings: dict[str, Any]) -> Section
     text = (
         f"Sizes are shares of a bfloat16 cache at {settings['length']:,} tokens. KL is the distance to the teacher's "
         "predictions in nats per token, 0 for the same. Rounding, windows and eviction are emulated, and their bytes "
-        "counted."
+        "counted; caches named after transformers are its own, and their bytes measured."
     )
     drawing = drawn(picture(points(methods)), "KL to the teacher and needles found, by size of the cache", "quality")
     return Section("Quality by size", text, [drawing], Table("Quality of each cache", head, rows))
@@ -79,7 +79,7 @@ def positions_section(methods: Sequence[Row]) -> Section:
             lines[row["name"]] = [
                 (place[0][0], sum(kl for _, kl in place) / len(place)) for place in zip(*of_texts, strict=True)
             ]
-    text = "Within its window a hybrid is its teacher. Eviction is not judged here."
+    text = "Within its window a hybrid differs by rounding alone. Caches judged only after contexts are missing."
     return Section("KL by position", text, [drawn(positions_picture(lines), "KL to the teacher by position", "kl")])
 
 

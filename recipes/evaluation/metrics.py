@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from convert.fit.divergence import CHUNK_TOKENS, kl_of_logits
+from modeling_llamba.compatibility import CACHE_NAME
 from modeling_llamba.model.causal_lm import finish_logits
 
 FIRST_EDGE = 16
@@ -25,10 +27,11 @@ Figures = dict[str, float | None]
 class Reader(NamedTuple):
     """A causal language model in two steps, so that the logits of a long text never exist all at once.
 
-    states: token ids (B, L) to (B, L, D). head: any of them (L, D) to logits (L, V).
+    states: token ids (B, L) to (B, L, D); that of a model alone takes a cache, too, to go on from and to fill.
+    head: any of them (L, D) to logits (L, V).
     """
 
-    states: Callable[[torch.Tensor], torch.Tensor]
+    states: Callable[..., torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -59,11 +62,19 @@ def reader(model: nn.Module) -> Reader:
         def finished(states: torch.Tensor) -> torch.Tensor:
             return finish_logits(head(states), model.config)
 
-        apart = finished(body(probe, use_cache=False).last_hidden_state)
+        def states(ids: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+            return body(ids, **_holding(cache)).last_hidden_state
+
+        apart = finished(states(probe))
         # some models do more between body and head, so it is tried before it is believed
         if torch.allclose(apart.float(), model(probe, use_cache=False).logits.float(), rtol=1e-2, atol=1e-2):
-            return Reader(lambda ids: body(ids, use_cache=False).last_hidden_state, finished)
-    return Reader(lambda ids: model(ids, use_cache=False).logits, lambda logits: logits)
+            return Reader(states, finished)
+    return Reader(lambda ids, cache=None: model(ids, **_holding(cache)).logits, lambda logits: logits)
+
+
+def _holding(cache: Cache | None) -> dict[str, Any]:
+    """Keyword arguments of a model that goes on from a cache, or has none."""
+    return {"use_cache": False} if cache is None else {"use_cache": True, CACHE_NAME: cache}
 
 
 @torch.no_grad()

@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from convert.checkpoint.pictures import LEAST_KL, new_figure
-
-COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", "#4a5568")
-
+from convert.checkpoint.pictures import LEAST_KL, LINE_COLORS, new_figure
 
 Row = dict[str, Any]
 
@@ -28,7 +25,7 @@ def picture(points: Sequence[Point]) -> Any:
     figure, left, right = new_figure(3.4, (0.12, 0.14, 0.37, 0.74), (0.6, 0.14, 0.37, 0.74))
     points = [point if point.kl is None else point._replace(kl=max(point.kl, LEAST_KL)) for point in points]
     for axes, field in ((left, "kl"), (right, "found")):
-        for color, kind in zip(COLORS, kinds, strict=False):
+        for color, kind in zip(LINE_COLORS, kinds, strict=False):
             of_kind = [(point.share, getattr(point, field)) for point in points if point.kind == kind]
             values = sorted(place for place in of_kind if place[1] is not None)
             if values:

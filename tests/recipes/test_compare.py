@@ -19,6 +19,7 @@ from recipes.cli import COMPARE, main
 from recipes.compare import CONTINUED
 from recipes.compare_options import CompareOptions
 from recipes.demo import saved_and_paid
+from recipes.evaluation import real_caches
 from recipes.evaluation.eviction import (
     REPEAT,
     Eviction,
@@ -184,6 +185,47 @@ def test_a_page_of_it(folder, tmp_path):
     marked = tokenizer.decode(said["hybrid"][: alike + 1])[len(tokenizer.decode(said["hybrid"][:alike])) :]
     assert f"<mark>{marked}</mark>" in content
     assert found["methods"][0]["bytes_at"]["4096"] == found["methods"][0]["cache_bytes"]["4k"]
+
+
+def test_transformers_own_caches_are_held(folder, monkeypatch):
+    """The tokens behind a context, read exactly and rounded at its end, attend to what is held then."""
+    model = load_model(str(folder / "teacher"), "float32")
+    make = partial(real_caches.make_cache, model.config, "transformers fp8")
+    ids = random_ids(1, 40) % 100
+    read = real_caches.read_held(reader(model), make, [16, 32])
+    with torch.no_grad():
+        found = read.head(read.states(ids)[0])
+        whole = model(ids).logits[0]
+        torch.testing.assert_close(found[:16], whole[:16])
+        for end, stop in ((16, 32), (32, 40)):
+            cache = make()
+            model(ids[:, :end], **{CACHE_NAME: cache})
+            expected = model(ids[:, end:stop], **{CACHE_NAME: cache}).logits[0]
+            torch.testing.assert_close(found[end:stop], expected)
+            assert (found[end:stop] - whole[end:stop]).abs().max() > 1e-3
+
+
+def test_bytes_of_transformers_own_caches_are_those_that_they_hold(folder):
+    model = load_model(str(folder / "teacher"), "bfloat16")
+    make = partial(real_caches.make_cache, model.config, "transformers fp8")
+    shapes = layer_shapes(model)
+    nbytes = real_caches.held_bytes(make, shapes)
+    for tokens in (100, 700):
+        cache = make()
+        with torch.no_grad():
+            model(random_ids(1, tokens) % 100, **{CACHE_NAME: cache})
+        tensors = [t for layer in cache.layers for t in (*layer._quantized_keys, *layer._quantized_values)]
+        assert nbytes(tokens) == sum(t.nbytes for t in tensors)
+    assert nbytes(4096) / OtherCache().nbytes(shapes, 4096) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_real_caches_are_refused_in_one_line(folder, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="full attention layers.* Leave out --real"):
+        real_caches.make_cache(make_teacher("gemma3").config, "transformers fp8")
+    monkeypatch.setattr(real_caches.importlib.util, "find_spec", lambda name: None)
+    code, _, errors = compare(folder, tmp_path, "--real")
+    assert code == 1
+    assert "--real needs optimum.quanto: pip install '.[rivals]'" in errors
 
 
 def test_no_context_holds_what_asks(folder, monkeypatch):
