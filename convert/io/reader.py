@@ -350,6 +350,11 @@ def _one_table_of_names() -> Iterator[None]:
 
 def _check_left_out(name: str, fields, architecture: str, config) -> None:
     """Refuse a GGUF file of which transformers' reader makes another model."""
+    causal = fields.get(f"{architecture}.attention.causal")
+    if causal is not None and not causal.contents():
+        raise ValueError(
+            f"{name} is not causal (attention.causal is false): its tokens see later ones, a hybrid's cannot."
+        )
     said = {key: fields.get(f"{architecture}.{key}") for key in ("rope.scaling.type", *GGUF_FIELDS)}
     for key, field in said.items():
         value = None if field is None else field.contents()

@@ -296,6 +296,11 @@ def _folder_config(folder: Path) -> PreTrainedConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json, so it is not a transformers checkpoint.{gguf_hint(folder)}")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} has an adapter (adapter_config.json), which transformers adds to the weights; merge it into "
+            "them (merge_and_unload of PEFT), or move it away to convert the model without it."
+        )
     return read_config(read_json(path), path)
 
 

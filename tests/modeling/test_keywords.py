@@ -40,8 +40,9 @@ def test_a_cache_has_two_names(family, pattern):
     assert set(model.config.keys_to_ignore_at_inference) == {"cache", "past_key_values"}
 
 
-def test_no_keyword_is_swallowed():
-    model, ids = make_hybrid(pattern="beside"), random_ids(1, 8)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_keyword_is_swallowed(family):
+    model, ids = make_hybrid(family, pattern="beside"), random_ids(1, 8)
     known = {*inspect.signature(LlamaForCausalLM.forward).parameters, *TransformersKwargs.__optional_keys__}
     known -= {"self", "kwargs"}
     assert {CACHE_NAME, "is_causal", "cu_seq_lens_q", "logits_to_keep"} <= known  # it is not blind
@@ -52,6 +53,8 @@ def test_no_keyword_is_swallowed():
     for name, value in {"is_causal": False, "sliding_window": 4, "token_type_ids": ids, "softcap": 1.0}.items():
         with pytest.raises(ValueError, match=f"does not follow {name}"):
             model(ids, **{name: value})
+        with pytest.raises(ValueError, match=f"{name}"):
+            model.generate(ids, max_new_tokens=2, **{name: value}, **GREEDY)
     expected = model(ids).logits
     assert torch.equal(model(ids, is_causal=True, token_type_ids=None).logits, expected)
     for name in WITHOUT_EFFECT:

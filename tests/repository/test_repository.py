@@ -272,6 +272,12 @@ def test_models_and_tokenizers_are_loaded_in_one_place():
     assert found == {kind: {place} for kind, place in places.items()}
 
 
+def test_one_file_of_the_models_asks_for_a_version_of_transformers():
+    files = [path for folder in ("modeling_llamba", "modeling_phimamba") for path in (ROOT / folder).rglob("*.py")]
+    asking = {path.name for path in files if re.search(r"transformers\.__version__|numbers_of\(", path.read_text())}
+    assert asking == {"compatibility.py"}
+
+
 def test_family_tables_hold_no_tensor_code():
     for path in (ROOT / "convert" / "teachers").glob("*.py"):
         if path.name in ("teacher.py", "weights.py", "planes.py"):

@@ -1,13 +1,17 @@
 """The pictures of a model card."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from convert import convert
+from convert.checkpoint.card import KERNELS
 from convert.checkpoint.pictures import CACHE, LAYERS, cache_picture, head_kinds, kl_picture, save_pictures
 from convert.layout.cache import cache_bytes
 from tests.helpers.hybrids import make_hybrid, tiny_config
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("mixer, beside", [("discrete_mamba2", "window and state"), ("none", "window")])
@@ -48,6 +52,10 @@ def test_a_card_shows_the_pictures_that_lie_beside_it(two_layer_teacher, tmp_pat
     shown = set(re.findall(r"!\[.*\]\((.+)\)", card))
     assert shown == {LAYERS, CACHE} == {path.name for path in (tmp_path / "out").glob("*.png")}
     assert "`HH` (H softmax attention to 8 tokens and 4 sinks)" in card
+    assert KERNELS in card
+    assert all(
+        word in (ROOT / "README.md").read_text() for word in ("C compiler", "hybrid_kernels", "HYBRID_COMPILE_C=0")
+    )
 
 
 def test_the_cache_is_the_plans():

@@ -47,6 +47,15 @@ def test_what_transformers_leaves_out_is_refused(name, said, tmp_path):
         TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
 
 
+def test_a_file_that_sees_later_tokens_is_refused(tmp_path):
+    """As models of embeddings do; transformers' reader leaves it out."""
+    write_gguf(tmp_path / "t.gguf", "llama-gqa", **{"attention.causal": False})
+    with pytest.raises(ValueError, match="t.gguf is not causal"):
+        TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
+    write_gguf(tmp_path / "t.gguf", "llama-gqa", **{"attention.causal": True})
+    TeacherWeights.of(find_teacher(str(tmp_path / "t.gguf")))
+
+
 @pytest.mark.parametrize("architecture, title", [("gpt-oss", "gpt-oss"), ("lfm2", "LFM2"), ("gemma4", "Gemma 4")])
 def test_a_family_that_transformers_reads_and_no_test_does_is_refused(architecture, title, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", architecture)

@@ -97,6 +97,20 @@ def test_weights_are_those_that_transformers_loads(name, saved_teacher, tmp_path
         assert torch.equal(written[key], tensor), key
 
 
+def test_an_adapter_beside_the_weights_is_refused(saved_teacher, tmp_path):
+    """As PEFT's `save_pretrained` leaves it in the folder of its model; transformers loads it, too."""
+    from peft import LoraConfig, get_peft_model
+
+    teacher = shutil.copytree(saved_teacher("llama-gqa"), tmp_path / "teacher")
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    before = model(random_ids(1, 8)).logits
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(teacher)
+    assert not torch.allclose(AutoModelForCausalLM.from_pretrained(teacher)(random_ids(1, 8)).logits, before)
+    with pytest.raises(ValueError, match="has an adapter .* merge it into them"):
+        convert(str(teacher), tmp_path / "out", align="none")
+
+
 def test_a_file_of_weights_under_another_name_is_refused(saved_teacher, tmp_path):
     teacher = Path(shutil.copytree(saved_teacher("llama-gqa"), tmp_path / "teacher"))
     config = json.loads((teacher / "config.json").read_text()) | {"transformers_weights": "other.safetensors"}
