@@ -25,6 +25,8 @@ REASONING_TAG = re.compile(r"<(/?)(\w*think\w*|reasoning)>\s*$")
 """The tag of reasoning that a question may end with, since the template begins or ends the model's reasoning there."""
 STRUCTURE = ("role", "type", "id", "tool_call_id")
 """Fields that say how the others belong together, which templates say by their order."""
+TOOL_FIELDS = ("name", "description")
+"""Fields of a function that a rendering has to show; templates differ in how they write parameters."""
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """Errors of a chat template that does not take a row."""
 Place = tuple[str | int, ...]
@@ -195,14 +197,14 @@ def _leaves(said: Any, path: Place = ()) -> dict[Place, Any]:
 def _has_to_show(path: Place, turns: Turns, asked: int) -> bool:
     """Return True for what a rendering has to show.
 
-    It may lack reasoning before the last question and all of a function but its name, which are missing when the model
-    is asked, too, and the name of a result that is the name of a call.
+    It may lack reasoning before the last question and a function's parameters, which are missing when the model is
+    asked, too, and the name of a result that is the name of a call.
 
     Args:
         asked: number of the messages that are a question.
     """
     if path[0] == "tool":
-        return path[2:] in (("name",), ("function", "name"))
+        return path[-1] in TOOL_FIELDS and path[2:-1] in ((), ("function",))
     if path[0] == "message" and path[2] == "name" and turns[path[1]]["role"] == "tool":
         calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls") or ()]
         return turns[path[1]]["name"] not in calls

@@ -26,7 +26,8 @@ STRICT = (
 )
 """As Gemma's."""
 TOOLS = (
-    "{% for t in tools or [] %}{{ 'w8 ' + t['function']['name'] + ' ' }}{% endfor %}"
+    "{% for t in tools or [] %}"
+    "{{ 'w8 ' + t['function']['name'] + ' ' + t['function']['description'] | default('') + ' ' }}{% endfor %}"
     "{% for m in messages %}{{ {'user': 'w4 ', 'tool': 'w7 '}.get(m['role'], 'w5 ') }}{{ m['content'] }}"
     "{% for c in m['tool_calls'] or [] %}"
     "{{ ' w9 ' + c['function']['name'] + ' ' + c['function']['arguments'].values() | join(' ') }}{% endfor %}"

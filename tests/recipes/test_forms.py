@@ -436,6 +436,17 @@ def test_whatever_the_template_leaves_out_is_named(family, row, expected):
         faithful_answers(rows, tokenizer_of(family))
 
 
+def test_a_function_has_its_description():
+    tokenizer = tokenizer_of("qwen2_5")
+    rows = read_rows(rows_of({"messages": [ASKED, CHOSEN], "tools": [TOOL]}), "answers")
+    assert faithful_answers(rows, tokenizer).column_names == ["messages", "tools"]
+    tokenizer.chat_template = (
+        "{% for t in tools %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="leaves out function.description of tool 0 in row 0"):
+        faithful_answers(rows, tokenizer)
+
+
 def test_what_has_not_to_be_rendered():
     """Ids in order, a result's name that its call has, arguments that are called as fields of messages are."""
     turns = [ASKED, assistant("", tool_calls=[call("f", id=1, ok=True) | {"id": "a"}])]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from convert import convert
-from convert.checkpoint.card import KERNELS
+from convert.checkpoint.code import KERNELS
 from convert.checkpoint.pictures import CACHE, LAYERS, cache_picture, head_kinds, kl_picture, save_pictures
 from convert.layout.cache import cache_bytes
 from tests.helpers.hybrids import make_hybrid, tiny_config
