@@ -143,11 +143,12 @@ def export_command(options: ExportOptions, switches: Switches) -> None:
 def inspect_command(options: InspectOptions, switches: Switches) -> None:
     from .tools.inspect import describe_model, inspect_model
 
-    _print_report(inspect_model(options.model, options.revision), describe_model, switches["json"])
+    report = inspect_model(options.model, options.revision)
+    _print_report(report, describe_model, switches["json"])
     if options.html is not None:
         from .tools.page import inspect_page, write_page
 
-        write_page(options.html, inspect_page(options.model, options.revision))
+        write_page(options.html, inspect_page(report, options.revision))
 
 
 def update_command(options: UpdateOptions, switches: Switches) -> None:

@@ -35,7 +35,7 @@ from convert.tools.page import EXPONENTS, write_page
 from .compare_options import CompareOptions
 from .evaluate import fingerprint
 from .evaluation.commit import project_commit
-from .evaluation.comparison_page import comparison_page
+from .evaluation.comparison_page import comparison_page, shown
 from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
 from .evaluation.metrics import PerToken, Reader, by_position, per_token, reader
 from .evaluation.other_caches import (
@@ -328,6 +328,7 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
         "text": [[source.name, source.fingerprint()] for source in map(TextSource, options.text)],
     } | {name: getattr(options, name) for name in ("length", "rows", "first", "needle_rows", "dtype", "device")}
     parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}, "continuation": CONTINUED}
+    # results of before have no KL by position, so that their methods are measured again
     folder = ResultsFolder(Path(options.output), {"common": common, "method": {"by_position": True}} | parts)
     if options.ruler:  # before anything is computed for nothing
         generators()
@@ -381,9 +382,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def markdown(found: dict[str, Any]) -> str:
     """Tables of quality, of each text, of memory and of speed."""
     methods, settings = found["methods"], found["settings"]
-
-    def shown(value: float | None, form: str = ".4f") -> str:
-        return "–" if value is None else format(value, form)
 
     quality, texts, needles, memory = [], [], [], []
     for row in methods:

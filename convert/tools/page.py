@@ -16,7 +16,7 @@ from ..io.writer import human_bytes
 from ..layout.cache import cache_bytes, parts_of_layers
 from ..plan import break_even_in_words
 from ..teachers.teacher import public_name
-from .inspect import hybrid_config, inspect_model
+from .inspect import hybrid_config
 
 TEMPLATE = Path(__file__).with_name("page.html")
 EXPONENTS = range(8, 18)
@@ -123,9 +123,14 @@ def memory_section(totals: dict[str, Sequence[int]], break_even: int | None, tex
     return Section("Memory", text, [drawn(picture, "Weights and cache of one sequence, by its length", "memory")])
 
 
-def inspect_page(model: str, revision: str | None = None) -> str:
-    """The page of one hybrid, a folder or a repository."""
-    config, report = hybrid_config(model, revision), inspect_model(model, revision)
+def inspect_page(report: dict[str, Any], revision: str | None = None) -> str:
+    """The page of one hybrid.
+
+    Args:
+        report: of `inspect_model`.
+        revision: of the repository that the report is about.
+    """
+    config = hybrid_config(report["model"], revision)
     rows = [
         [context, human_bytes(size["all_attention"]), human_bytes(size["this_model"]),
          f"{size['this_model'] / size['all_attention']:.1%}"]
@@ -139,4 +144,6 @@ def inspect_page(model: str, revision: str | None = None) -> str:
     memory = memory_section(totals, found.get("16 bits"), f"{text[0].upper()}{text[1:].removesuffix('.')}.")
     table = Table("Cache of one sequence", ["tokens", "teacher", "this model", "share"], rows)
     where = f"{report['model_type']}, {report['parameters']:,} parameters, {report['dtype']}"
-    return page(public_name(model), where, [layers_section(config, 4096, "hybrid"), memory._replace(table=table)])
+    return page(
+        public_name(report["model"]), where, [layers_section(config, 4096, "hybrid"), memory._replace(table=table)]
+    )

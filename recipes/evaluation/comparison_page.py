@@ -47,7 +47,7 @@ def comparison_page(
     return page(f"{found['teacher']}: hybrids and other caches", where, sections)
 
 
-def shown(value: float | None, form: str) -> str:
+def shown(value: float | None, form: str = ".4f") -> str:
     """A figure; – for one that was not measured."""
     return "–" if value is None else format(value, form)
 
