@@ -37,6 +37,7 @@ from .evaluate import fingerprint
 from .evaluation.commit import project_commit
 from .evaluation.comparison_page import comparison_page, shown
 from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
+from .evaluation.llama_caches import EXACT, LLAMA_CACHES, LlamaCache, check_llama, is_llama_file, llama_version
 from .evaluation.metrics import PerToken, Reader, by_position, per_token, reader
 from .evaluation.other_caches import (
     BFLOAT16,
@@ -73,7 +74,8 @@ SPEED_TOKENS, LONG = 8, 1024
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
 """Sizes of a quick comparison."""
 EVICTED = ("eviction", "eviction and moments")
-REAL = "real cache"
+GIBIBYTE = 2**30
+REAL, LLAMA = "transformers' cache", "llama.cpp's cache"
 AFTER_CONTEXTS = (*EVICTED, REAL)
 """Kinds of caches that are judged after contexts alone."""
 Row = dict[str, Any]
@@ -95,6 +97,8 @@ class Method(NamedTuple):
     """Makes the reader of single texts in which contexts end at these places."""
     model: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None
     """Opens the model that answers with this cache; none where the cache depends on where contexts end."""
+    reference: Reader | None = None
+    """Reader that it is compared with; None for the teacher's."""
 
 
 class Comparison:
@@ -114,15 +118,7 @@ class Comparison:
     @functools.cached_property
     def reference(self) -> Reader:
         """The teacher's reader, which reads each text once."""
-        known: dict[bytes, torch.Tensor] = {}
-
-        def states(ids: torch.Tensor) -> torch.Tensor:
-            key = ids.cpu().numpy().tobytes()
-            if key not in known:
-                known[key] = self.own.states(ids)
-            return known[key]
-
-        return Reader(states, self.own.head)
+        return remembered(self.own)
 
     @functools.cached_property
     def context_scores(self) -> Callable[[torch.Tensor], Scores]:
@@ -147,8 +143,10 @@ class Comparison:
         yield whole._replace(reader=lambda ends: self.reference, model=lambda: nullcontext(self.teacher))
         for name, cache in ROUNDED.items():
             yield self._other(name, "rounded cache", cache)
-        for name in REAL_CACHES if self.options.real else ():
-            yield self._real(name)
+        if self.options.real:
+            yield from map(self._real, REAL_CACHES)
+        if self.options.real and is_llama_file(self.options.teacher):
+            yield from self._of_llama()
         for name, config in self.configs.items():
             short, nbytes = short_name(name, self.options.hybrids), cache_bytes(config, self.options.length)[1]
             yield self._hybrid(name, short, config)
@@ -176,6 +174,15 @@ class Comparison:
         return Method(name, REAL, settings, held_bytes(make, self.shapes), self.weights,
                       lambda ends: read_held(self.own, make, ends))  # fmt: skip
 
+    def _of_llama(self) -> Iterator[Method]:
+        dtype, exact = self.teacher.dtype, None
+        for name, types in LLAMA_CACHES.items():
+            cache = LlamaCache(self.options.teacher, name, self.options.length)
+            read = cache.reader(self.own, dtype)
+            exact = exact or remembered(read)
+            yield Method(name, LLAMA, f"{types} {llama_version()}", cache.nbytes, self.weights,
+                         lambda ends, read=read: read, reference=None if name == EXACT else exact)  # fmt: skip
+
     def _hybrid(self, name: str, short: str, config: PreTrainedConfig) -> Method:
         made = functools.cache(lambda: load(self.options, name))
         settings = f"{name} {fingerprint(name, None, self.options.trust_remote_code)}"
@@ -200,6 +207,7 @@ class Comparison:
             "shares": {name: method.nbytes(n) / OtherCache().nbytes(self.shapes, n) for name, n in shown.items()},
             "bytes_at": {str(2**k): method.nbytes(2**k) for k in EXPONENTS},
             "weight_bytes": method.weights,
+            "sequences": GIBIBYTE // method.nbytes(self.options.length),
             "text": {source.label: self.text(method, source) for source in self.sources},
             "recall": self.recall(method),
         }
@@ -210,7 +218,7 @@ class Comparison:
         ids = source.rows(self.tokenizer, o.length, o.rows).to(self.teacher.device)
         ends = range(o.first, o.length, o.first)
         advance = functools.partial(self.progress, what, total=len(ids))
-        found = per_token(method.reader(ends), self.reference, ids, 1, advance)
+        found = per_token(method.reader(ends), method.reference or self.reference, ids, 1, advance)
         after = [place for end in ends for place in range(end, min(end + min(AFTER, o.first), o.length - 1))]
         everywhere = None if method.kind in AFTER_CONTEXTS else summary(found, range(o.first, o.length - 1))
         positions = None if everywhere is None else [(row["stop"], row["kl"]) for row in by_position(found)]
@@ -265,11 +273,27 @@ class Comparison:
         return found
 
     def speed(self, context: int) -> list[Row]:
-        """Rows of speed at one length, of the teacher and of all hybrids in turns."""
+        """Rows of speed at one length, in turns: the teacher, also with transformers' caches, and all hybrids."""
         names = {short_name(name, self.options.hybrids): name for name in self.options.hybrids}
-        models = {"teacher": self.teacher} | {short: load(self.options, name) for short, name in names.items()}
+        real = REAL_CACHES if self.options.real else ()
+        caches = {name: functools.partial(make_cache, self.teacher.config, name) for name in real}
+        models = {"teacher": self.teacher} | dict.fromkeys(real, self.teacher)
+        models |= {short: load(self.options, name) for short, name in names.items()}
         advance = functools.partial(self.progress, f"speed at {context:,} tokens")
-        return speed(models, 1, context, SPEED_TOKENS, 3 if context <= LONG else 1, advance)
+        return speed(models, 1, context, SPEED_TOKENS, 3 if context <= LONG else 1, advance, caches)
+
+
+def remembered(own: Reader) -> Reader:
+    """A reader that reads each text once."""
+    known: dict[bytes, torch.Tensor] = {}
+
+    def states(ids: torch.Tensor) -> torch.Tensor:
+        key = ids.cpu().numpy().tobytes()
+        if key not in known:
+            known[key] = own.states(ids)
+        return known[key]
+
+    return Reader(states, own.head)
 
 
 def summary(found: PerToken, places: Sequence[int]) -> dict[str, float]:
@@ -328,12 +352,14 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
         "text": [[source.name, source.fingerprint()] for source in map(TextSource, options.text)],
     } | {name: getattr(options, name) for name in ("length", "rows", "first", "needle_rows", "dtype", "device")}
     parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}, "continuation": CONTINUED}
-    # results of before have no KL by position, so that their methods are measured again
-    folder = ResultsFolder(Path(options.output), {"common": common, "method": {"by_position": True}} | parts)
+    # results of before lack some figures, so that their methods are measured again
+    folder = ResultsFolder(Path(options.output), {"common": common, "method": {"version": 2}} | parts)
     if options.ruler:  # before anything is computed for nothing
         generators()
     if options.real:
         check_packages()
+    if options.real and is_llama_file(options.teacher):
+        check_llama()
     comparison = Comparison(options, progress)
     found: dict[str, Any] = {
         "teacher": public_name(options.teacher),
@@ -358,7 +384,8 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
         write(folder.path, found)
     hybrids = [f"{name} {fingerprint(name, None, options.trust_remote_code)}" for name in options.hybrids]
     for context in options.speed:
-        found["speed"] += folder.cell("speed", f"{context} {hybrids}", comparison.speed, context)
+        cell = f"{context} {hybrids} {options.real}"
+        found["speed"] += folder.cell("speed", cell, comparison.speed, context)
         write(folder.path, found)
     if options.html is not None:
         configs = {short_name(name, options.hybrids): config for name, config in comparison.configs.items()}
@@ -396,7 +423,7 @@ def markdown(found: dict[str, Any]) -> str:
             texts[-1].append(f"{of_text[where]['kl']:.4f}, {of_text[where]['perplexity']:.2f}")
         needles.append([row["name"], *(f"{share:.0%}" for share in row["recall"]["needles"].values())])
         sizes = row["cache_bytes"].values()
-        memory.append([row["name"], *map(human_bytes, sizes), human_bytes(row["weight_bytes"])])
+        memory.append([row["name"], f"{row['sequences']:,}", *map(human_bytes, sizes)])
         memory[-1] += [human_bytes(size + row["weight_bytes"]) for size in sizes]
     labels = list(methods[0]["text"]) if methods else []
     shown_at = list(methods[0]["cache_bytes"]) if methods else []
@@ -407,11 +434,12 @@ def markdown(found: dict[str, Any]) -> str:
         f"# {found['teacher']}, its hybrids, and other caches",
         "",
         f"Commit {found['commit']}, {where}. Rounding, windows and eviction are emulated and their bytes counted; "
-        "caches named after transformers are its own, and their bytes measured. "
+        "caches named after a library are its own, and their bytes measured. "
         f"Share is of a cache in bfloat16 at {tokens} tokens. KL from the teacher, in nats per token, is a mean over "
         f"{', '.join(labels)}: from position {first} on, and on the {min(AFTER, first)} tokens after each of the "
         f"contexts of {first}, {2 * first}, ... tokens. Eviction and transformers' own caches are judged after "
-        f"contexts alone; the tokens after them come on top of their bytes. Recall of random tokens: copied, "
+        f"contexts alone; the tokens after them come on top of their bytes. KL of llama.cpp's caches of few bits is "
+        f"from its cache in 16 bits. Recall of random tokens: copied, "
         f"{settings['length'] // 4:,} back, and needles, hidden in text (a mean over all distances).",
         "",
         *table(["cache", "share", "KL", "median", "99.9 %", "KL after contexts", "top-1 agreement", "recall"],
@@ -425,9 +453,9 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         *table(["cache", *recall["needles"]], needles),
         "",
-        "One sequence, with weights in bfloat16:",
+        f"Sequences of {tokens} tokens whose caches fit into 1 GiB; bytes of one, and with weights in bfloat16:",
         "",
-        *table(["cache", *shown_at, "weights", *(f"all, {name}" for name in shown_at)], memory),
+        *table(["cache", "in 1 GiB", *shown_at, *(f"{name} and weights" for name in shown_at)], memory),
     ]  # fmt: skip
     answered = [row for row in methods if row["ruler"]]
     if answered:
@@ -443,9 +471,9 @@ def markdown(found: dict[str, Any]) -> str:
     if found["speed"]:
         speeds = [
             [f"{row['context']:,}", row["which"], f"{row['prefill_tokens_per_second']:,.0f}",
-             f"{row['decode_tokens_per_second']:.1f}"]
+             f"{row['decode_tokens_per_second']:.1f}", f"{row['context'] / row['prefill_tokens_per_second']:.2f}"]
             for row in found["speed"]
         ]  # fmt: skip
-        lines += ["", "Tokens per second, one sequence; other caches are emulated and not timed:", ""]
-        lines += table(["tokens", "model", "prompt", "decoding"], speeds)
+        lines += ["", "Tokens per second, one sequence; emulated caches and those of llama.cpp are not timed:", ""]
+        lines += table(["tokens", "model", "prompt", "decoding", "seconds to the first token"], speeds)
     return "\n".join(lines) + "\n"

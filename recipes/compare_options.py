@@ -44,7 +44,8 @@ class CompareOptions:
     dtype: str = "float32"
     """Type of the weights in memory: auto, float32, bfloat16 or float16."""
     real: bool = False
-    """Measure transformers' own caches of few bits, too: fp8, quanto and HQQ; needs the extra `rivals`."""
+    """Measure caches of few bits that libraries have, too: transformers' fp8, quanto and HQQ, and llama.cpp's where
+    the teacher is a GGUF file; needs the extra `rivals`."""
     html: str | None = None
     """File for a page of tables and pictures, which opens without a network. For it each model goes on with each text,
     too."""

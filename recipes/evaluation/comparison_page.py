@@ -41,7 +41,7 @@ def comparison_page(
             for row in found["speed"]
         ]  # fmt: skip
         table = Table("Tokens per second, one sequence", ["model", "tokens", "prompt", "decoding"], rows)
-        sections.append(Section("Speed", "Other caches are emulated and not timed.", table=table))
+        sections.append(Section("Speed", "Emulated caches and those of llama.cpp are not timed.", table=table))
     environment = ", ".join(f"{name} {value}" for name, value in found["environment"].items())
     where = f"convert-to-hybrid compare, commit {found['commit']}, {environment}"
     return page(f"{found['teacher']}: hybrids and other caches", where, sections)
@@ -64,7 +64,8 @@ def quality_section(methods: Sequence[Row], settings: dict[str, Any]) -> Section
     text = (
         f"Sizes are shares of a bfloat16 cache at {settings['length']:,} tokens. KL is the distance to the teacher's "
         "predictions in nats per token, 0 for the same. Rounding, windows and eviction are emulated, and their bytes "
-        "counted; caches named after transformers are its own, and their bytes measured."
+        "counted; caches named after a library are its own, and their bytes measured. KL of llama.cpp's caches of few "
+        "bits is from its cache in 16 bits."
     )
     drawing = drawn(picture(points(methods)), "KL to the teacher and needles found, by size of the cache", "quality")
     return Section("Quality by size", text, [drawing], Table("Quality of each cache", head, rows))

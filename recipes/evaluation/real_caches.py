@@ -83,10 +83,15 @@ def held_bytes(make: MakeCache, shapes: Sequence[LayerShape]) -> Callable[[int],
                 for dim in (shape.key_dim, shape.value_dim)
             )
             cache.update(key, value, layer)
-        tensors = (t for layer in cache.layers for held in vars(layer).values() for t in _tensors(held))
-        found.append(sum(t.untyped_storage().nbytes() for t in tensors))
+        found.append(nbytes_now(cache))
     a_token = (found[1] - found[0]) // (MEASURED[1] - MEASURED[0])
     return lambda length: found[0] + (length - MEASURED[0]) * a_token
+
+
+def nbytes_now(cache: Cache) -> int:
+    """Bytes of all tensors that a cache holds, rounded or not."""
+    tensors = (t for layer in cache.layers for held in vars(layer).values() for t in _tensors(held))
+    return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
 def _tensors(held: Any) -> Iterator[torch.Tensor]:

@@ -5,7 +5,8 @@ Runs alternate between the models, so that whatever else the machine does falls 
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer
 from modeling_llamba.model.cache import cache_nbytes
+
+from .real_caches import MakeCache, nbytes_now
 
 
 def now(device: torch.device) -> float:
@@ -44,13 +47,20 @@ def fill_cache(cache: Cache, length: int) -> None:
 
 
 @torch.no_grad()
-def run_once(model: nn.Module, ids: torch.Tensor, new_tokens: int) -> tuple[float, float, int]:
-    """Read ids (B, L), then take `new_tokens` steps of one token; seconds of both, bytes of the cache between."""
+def run_once(
+    model: nn.Module, ids: torch.Tensor, new_tokens: int, make: MakeCache | None = None
+) -> tuple[float, float, int]:
+    """Read ids (B, L), then take `new_tokens` steps of one token; seconds of both, bytes of the cache between.
+
+    Args:
+        make: makes another cache than the model would.
+    """
     started = now(ids.device)
-    out = model(ids, use_cache=True, logits_to_keep=1)
+    given = {} if make is None else {CACHE_NAME: make()}
+    out = model(ids, use_cache=True, logits_to_keep=1, **given)
     token = out.logits[:, -1:].argmax(-1)
     read = now(ids.device)
-    nbytes = cache_nbytes(cache_of(out))
+    nbytes = cache_nbytes(cache_of(out)) if make is None else nbytes_now(cache_of(out))
     before = now(ids.device)
     for _ in range(new_tokens):
         out = model(token, use_cache=True, **{CACHE_NAME: cache_of(out)})
@@ -83,8 +93,13 @@ def speed(
     new_tokens: int,
     repeats: int = 3,
     advance: Callable[[int, int], None] = lambda done, total: None,
+    caches: Mapping[str, MakeCache] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """A row per model: medians of `repeats` runs, taken in turns, after one each that does not count."""
+    """A row per model: medians of `repeats` runs, taken in turns, after one each that does not count.
+
+    Args:
+        caches: what makes the caches of those that do not take their own.
+    """
     runs: dict[str, list] = {which: [] for which in models}
     for turn in range(repeats + 1):
         for which, model in models.items():
@@ -92,7 +107,7 @@ def speed(
             ids = torch.randint(model.config.vocab_size, (batch, context), generator=generator).to(model.device)
             if model.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(model.device)
-            measured = run_once(model, ids, new_tokens)
+            measured = run_once(model, ids, new_tokens, caches.get(which))
             if model.device.type == "cuda":
                 measured += (torch.cuda.max_memory_allocated(model.device),)
             if turn:
