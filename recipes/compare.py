@@ -175,10 +175,10 @@ class Comparison:
                       lambda ends: read_held(self.own, make, ends))  # fmt: skip
 
     def _of_llama(self) -> Iterator[Method]:
-        dtype, exact = self.teacher.dtype, None
+        exact = None
         for name, types in LLAMA_CACHES.items():
             cache = LlamaCache(self.options.teacher, name, self.options.length)
-            read = cache.reader(self.own, dtype)
+            read = cache.reader(self.own, self.teacher.dtype)
             exact = exact or remembered(read)
             yield Method(name, LLAMA, f"{types} {llama_version()}", cache.nbytes, self.weights,
                          lambda ends, read=read: read, reference=None if name == EXACT else exact)  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .metrics import Reader
+from .real_caches import MEASURED
 
 LLAMA_CACHES = {
     "llama.cpp f16": ("F16", "F16"),
@@ -29,8 +30,6 @@ EXACT = "llama.cpp f16"
 PACKAGE = "llama_cpp"
 BATCH = 512
 """Tokens that are read at once, as by default."""
-MEASURED = 512, 1024
-"""Numbers of tokens at which bytes are measured; they grow by the same number with each token."""
 
 
 def is_llama_file(teacher: str) -> bool:
@@ -72,7 +71,8 @@ class LlamaCache:
 
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         """States (1, L, D) before the head, of the token ids (1, L) of one text."""
-        library, opened = importlib.import_module(PACKAGE), self._opened
+        library = importlib.import_module(PACKAGE)
+        opened = self._opened
         opened.reset()
         parts = []
         for part in ids[0].split(BATCH):
@@ -88,7 +88,8 @@ class LlamaCache:
 
     @functools.cached_property
     def _measured(self) -> list[int]:
-        library, found = importlib.import_module(PACKAGE), []
+        library = importlib.import_module(PACKAGE)
+        found = []
         for tokens in MEASURED:
             self.states(torch.ones(1, tokens, dtype=torch.long))
             found.append(library.llama_state_seq_get_size(self._opened.ctx, 0))

@@ -1,6 +1,6 @@
 """Caches of llama.cpp on a tiny GGUF file: its states are the teacher's, and rounding changes them.
 
-llama-cpp-python is built from source, so that only who has the extra `rivals` runs what needs it.
+llama-cpp-python is built from source; tests that need it run where the extra `rivals` is installed.
 """
 
 import importlib.util
