@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from ..kernels.softmax import hiding
 from ..model.sequences import sequence_starts
-from ..model.softmax import hiding
 from .eviction import BlockShape, Held, NewTokens, gather_columns, outer_products, salient_before
 
 GROUP = 64

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from transformers.utils import is_torchdynamo_compiling
 
+from ..kernels.by_device import rows_of
 from ..model.precision import full_precision
 from .rounding import Rounding
 
@@ -213,8 +213,8 @@ def open_block(held: Held, shape: BlockShape) -> Held:
 def open_blocks(held: Held, shape: BlockShape, next_index: torch.Tensor) -> Held:
     """Open a block in the rows whose next token (B,) begins one while their window is full."""
     opens = (next_index % shape.block == 0) & (next_index >= shape.window)
-    if not is_torchdynamo_compiling() and opens.device.type == "cpu":
-        which = opens.nonzero()[:, 0]
+    which = rows_of(opens)
+    if which is not None:
         if len(which) == 0:
             return held
         opened = open_block(held.rows(which), shape)

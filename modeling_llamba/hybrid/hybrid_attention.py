@@ -54,9 +54,9 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from ..kernels.backend import backend_for
+from ..kernels.softmax import causal_bias
 from ..model.attention import TeacherAttention, append_keys, attend_rounded
 from ..model.rotary import Rotary, rotate_keys, rotate_queries
-from ..model.softmax import causal_bias
 from .eviction import BlockShape
 from .inputs import HybridInputs, Projected, WindowedHeads, of_heads, unpadded
 from .prompt import read_prompt

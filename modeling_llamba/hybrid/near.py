@@ -7,7 +7,7 @@ C columns of the window, S places, T columns, M mixed blocks, J groups of blocks
 import torch
 from torch.nn import functional as F
 
-from ..model.softmax import Near, attend, causal_bias, hiding, merged
+from ..kernels.softmax import Near, attend, causal_attend, hiding, merged
 from .block_layout import Layout
 from .eviction import Held, gather_columns
 from .inputs import WindowedHeads
@@ -26,10 +26,8 @@ def attend_causally(heads: WindowedHeads, query: torch.Tensor, key: torch.Tensor
             enable_gqa=heads.shared > 1,
         )  # fmt: skip
         return output.transpose(1, 2)
-    bias = causal_bias(query).repeat(heads.shared, 1)[None, None]
-    by_head = (heads.shared, query.shape[2])
-    near = attend_of(heads, query.unflatten(1, heads.groups).flatten(2, 3), key, value, bias)
-    output, log_mass = (t.unflatten(2, by_head) for t in near)
+    near = causal_attend(query, key, value, heads.scaling, heads.softcap, heads.dropout)
+    output, log_mass = (t.unflatten(2, (heads.shared, query.shape[2])) for t in near)
     return beside_learned_sinks(heads, (output, log_mass), heads_axis=1)[0].flatten(1, 2).transpose(1, 2)
 
 

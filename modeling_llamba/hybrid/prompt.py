@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..model.softmax import merged
+from ..kernels.softmax import merged
 from .block_layout import Layout
 from .eviction import Held, State, advance, decoded, open_block, open_blocks
 from .inputs import HybridInputs, Projected, WindowedHeads, joined, segment

@@ -6,7 +6,7 @@ Shapes: B batch, L length, H' heads with a window, K key/value heads, R heads pe
 import torch
 from transformers.utils import is_torchdynamo_compiling
 
-from ..model.softmax import hiding
+from ..kernels.softmax import hiding
 from .eviction import State, decoded
 from .inputs import HybridInputs, Projected, WindowedHeads
 from .near import attend_held_sinks, attend_of, beside_learned_sinks

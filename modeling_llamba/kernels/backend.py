@@ -25,7 +25,7 @@ BACKEND_VARIABLE = "HYBRID_BACKEND"
 """Environment variable that overrides the configuration's `backend`."""
 FORMER_VARIABLE = "HYBRID_SSD_BACKEND"
 """Name of that variable up to version 0.2."""
-INTERFACE = 2
+INTERFACE = 3
 """Number of the operations' signatures, and of the tuples that they read; another one means another package."""
 BACKENDS = {"cpu": "kernels.c.c_backend", "cuda": "kernels.triton.triton_backend"}
 """Module of the package with the backend of a kind of device."""

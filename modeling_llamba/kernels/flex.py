@@ -15,7 +15,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from ..hybrid.block_layout import Layout
 from ..hybrid.inputs import WindowedHeads
-from ..model.softmax import Near
+from .softmax import Near
 from .torch_backend import TorchBackend
 
 FLEX_BLOCK = 128

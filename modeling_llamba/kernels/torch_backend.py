@@ -16,7 +16,7 @@ from ..hybrid.prompt import Blocks, attend_blocks, layout_of, states_of
 from ..hybrid.readout import read, readout
 from ..hybrid.rounding import DECODED, Rounding, decode_rows, encode_rows
 from ..hybrid.step import take_step
-from ..model.softmax import Near, attend
+from .softmax import Near, attend
 
 SEGMENT = 4096
 """Tokens of a prompt whose states and masks lie in memory at once."""
@@ -26,12 +26,6 @@ Mixed = tuple[torch.Tensor, torch.Tensor | None, Held | None]
 
 class TorchBackend:
     """All operations, on every device."""
-
-    has_kernel_for_rows = False
-    """True if `attend_to_rows` is faster than an attention function of transformers' on all that is decoded."""
-
-    convolves_in_place = False
-    """True if there is a `convolve_one`."""
 
     def computes(self, dtype: torch.dtype) -> bool:
         """Return True if the operations take numbers of this type."""
@@ -239,4 +233,10 @@ class TorchBackend:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, seq_idx: torch.Tensor | None, activation: str
     ) -> torch.Tensor | None:
         """The convolution (mixers/short_conv.py) of x (B, L, I) from its first token on."""
+        return None
+
+    def convolve_one(
+        self, x: torch.Tensor, past: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
+    ) -> torch.Tensor | None:
+        """The convolution of one token x (B, 1, I), which is added to `past` (B, I, width), in place."""
         return None

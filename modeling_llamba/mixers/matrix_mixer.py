@@ -264,8 +264,10 @@ def _convolve(
         return conv(x, seq_idx)
     past = conv_state(cache, layer_idx)
     continues = past is not None
-    if continues and x.shape[1] == 1 and conv.steps_in_place(x):
-        return conv(x, None, past, in_place=True)
+    if continues and x.shape[1] == 1:
+        found = conv.step(x, past)
+        if found is not None:
+            return found
     inputs = cache.update_conv_state(x.mT, layer_idx, conv_kernel_size=conv.kernel_size)
     inputs = F.pad(inputs, (max(conv.kernel_size + x.shape[1] - inputs.shape[-1], 0), 0))
     if not continues:

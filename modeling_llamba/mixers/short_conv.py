@@ -42,7 +42,6 @@ class ShortConv(nn.Module):
         seq_idx: torch.Tensor | None = None,
         past: torch.Tensor | None = None,
         joined: torch.Tensor | None = None,
-        in_place: bool = False,
     ) -> torch.Tensor:
         """Convolve.
 
@@ -50,15 +49,12 @@ class ShortConv(nn.Module):
             x: (B, L, I). seq_idx: (B, L) or None; no sequence is convolved with another.
             past: (B, I, >= width - 1) inputs right before x, or None for zeros.
             joined: for one token, (B, I, >= width) past and x in one; instead of past.
-            in_place: for one token, by a kernel that adds x to past (B, I, width); where `steps_in_place`.
 
         Returns:
             (B, L, I), after the activation.
         """
         if joined is not None:
-            return self._step(joined)
-        if in_place:
-            return self._backend(x).convolve_one(x, past, self.weight, self.bias, self.activation)
+            return self._last(joined)
         width = self.kernel_size
         if past is None:
             found = self._backend(x).convolve(x, self.weight, self.bias, seq_idx, self.activation)
@@ -76,15 +72,17 @@ class ShortConv(nn.Module):
         y = self._sum_of_taps(torch.cat([left, x], dim=1).to(dtype), taps, x.shape[1])
         return self._activated(y + bias, x.dtype)
 
-    def _step(self, inputs: torch.Tensor) -> torch.Tensor:
+    def _last(self, inputs: torch.Tensor) -> torch.Tensor:
         """Convolve one token: (B, I, >= width) inputs up to and with it -> (B, 1, I)."""
         dtype = torch.promote_types(inputs.dtype, torch.float32)
         y = torch.linalg.vecdot(inputs[..., -self.kernel_size :].to(dtype), self.weight.to(dtype)[:, 0])
         return self._activated(y + self.bias.to(dtype), inputs.dtype)[:, None]
 
-    def steps_in_place(self, x: torch.Tensor) -> bool:
-        """Return True if a kernel takes one token of x, updating the remembered inputs."""
-        return self._backend(x).convolves_in_place and not is_recorded(x, self.weight, self.bias)
+    def step(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor | None:
+        """Convolve one token (B, 1, I) by a kernel that adds it to past (B, I, width); None where there is none."""
+        if is_recorded(x, self.weight, self.bias):
+            return None
+        return self._backend(x).convolve_one(x, past, self.weight, self.bias, self.activation)
 
     def _backend(self, x: torch.Tensor):
         return backend_for(x, "auto" if self.config is None else self.config.backend)

@@ -247,10 +247,8 @@ def one_token(
         bias = mask[:, 0, 0].expand(len(query), -1)
         if bias.dtype == torch.bool:
             bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill_(~bias, -torch.inf)
-    backend = backend_for(query, config.backend)
-    if not backend.has_kernel_for_rows:
-        return None
-    return functools.partial(backend.attend_to_rows, roundings=roundings, bias=bias, scaling=scaling, softcap=softcap)
+    attend = backend_for(query, config.backend).attend_to_rows
+    return functools.partial(attend, roundings=roundings, bias=bias, scaling=scaling, softcap=softcap)
 
 
 def _with_past(rounding: Rounding, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

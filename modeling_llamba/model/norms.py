@@ -2,7 +2,8 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+from ..kernels.by_device import normalised, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -19,23 +20,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype, weight = x.dtype, self.weight
-        if self.unit_offset:
+        if self.unit_offset:  # Gemma multiplies before it rounds
             weight = 1 + weight.to(torch.promote_types(dtype, torch.float32))
             x = x.to(weight.dtype)
-        # CUDA's kernel, one in place of eight, computes in float32 whatever it is given
-        fused = x.dtype in (torch.float32, torch.float64) or (x.is_cuda and x.dtype == weight.dtype)
-        if self.group_size is None and fused:
-            return F.rms_norm(x, weight.shape, weight, self.eps).to(dtype)
-        h = x.to(torch.promote_types(dtype, torch.float32))
-        if self.group_size is not None:
-            h = h.unflatten(-1, (-1, self.group_size))
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.group_size is not None:
-            h = h.flatten(-2)
-        if self.unit_offset:
-            return (h * weight).to(dtype)
-        # Llama rounds before it multiplies, Gemma after
-        return weight * h.to(dtype)
+        if self.group_size is None:
+            y = rms_norm(x, weight, self.eps)
+        else:
+            y = weight * normalised(x.unflatten(-1, (-1, self.group_size)), self.eps).flatten(-2).to(x.dtype)
+        return y.to(dtype) if self.unit_offset else y
 
 
 class AllHeadsNorm(RMSNorm):

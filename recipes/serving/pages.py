@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens
 from modeling_llamba.hybrid.rounding import Rounding
-from modeling_llamba.model.softmax import hiding
+from modeling_llamba.kernels.softmax import hiding
 
 Slots = dict[str, torch.Tensor]
 """The tensors of some requests' slots, (B, ...) each."""

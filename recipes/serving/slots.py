@@ -27,8 +27,8 @@ from modeling_llamba.hybrid.hybrid_cache import HybridLayer, hidden_columns
 from modeling_llamba.hybrid.inputs import HybridInputs, Projected
 from modeling_llamba.hybrid.prompt import read_prompt
 from modeling_llamba.kernels.backend import backend_for
+from modeling_llamba.kernels.softmax import attend, causal_attend, merged
 from modeling_llamba.model.rotary import Rotary
-from modeling_llamba.model.softmax import FUSED_ON_CPU, attend, causal_bias, fuses_on_cpu, merged
 
 from .cpu_pages import HeadStep, SlotStep, runs_in_c
 from .pages import HeadRows, RequestMemory, SlotMetadata, Slots, Span, batched, bytes_of
@@ -482,16 +482,10 @@ def attend_causally(
             query, keys, values, is_causal=True, scale=attention.scaling, enable_gqa=shared > 1
         )
     own = (t[:, :, past:] for t in (keys, values))
-    by_kv_head = query.unflatten(1, (-1, shared)).flatten(2, 3)
     scores = attention.scaling, attention.softcap
-    if attention.softcap is None and fuses_on_cpu(query):
-        # not by SDPA, which returns no log-sum-exp, by which `merged` weighs the two parts
-        own = (t.repeat_interleave(shared, dim=1) for t in own)
-        near = FUSED_ON_CPU(query, *own, 0.0, True, scale=attention.scaling)
-        near = tuple(t.unflatten(1, (-1, shared)).flatten(2, 3) for t in near)
-    else:
-        near = attend(by_kv_head, *own, causal_bias(query).repeat(shared, 1)[None, None], *scores)
+    near = causal_attend(query, *own, *scores)
     if past:
+        by_kv_head = query.unflatten(1, (-1, shared)).flatten(2, 3)
         near = merged(near, attend(by_kv_head, keys[:, :, :past], values[:, :, :past], None, *scores))
     return near[0].unflatten(2, (shared, length)).flatten(1, 2)
 

@@ -89,8 +89,6 @@ def test_the_environment_overrides_the_configuration(monkeypatch):
 class Convolving(TorchBackend):
     """Convolutions as on CUDA."""
 
-    convolves_in_place = True
-
     def convolve(self, *inputs):
         return scans.convolve(*inputs)
 
@@ -117,10 +115,9 @@ def test_causal_conv1d_update_arguments(monkeypatch, activation):
     x = torch.randn(2, 9, 6)
     past = x[:, 1:5].mT.clone()
     with torch.no_grad(), monkeypatch.context() as on_cuda:
-        assert not conv.steps_in_place(x), "the kernel is for CUDA tensors"
+        assert conv.step(x[:, 5:6], past) is None, "the kernel is for CUDA tensors"
         use_backend(on_cuda, Convolving())
-        assert conv.steps_in_place(x)
-        steps = [conv(x[:, t : t + 1], None, past, in_place=True) for t in range(5, 9)]
+        steps = [conv.step(x[:, t : t + 1], past) for t in range(5, 9)]
         on_cuda.undo()
         whole = conv(x)
         remembered = [conv(x[:, t : t + 1], joined=x[:, : t + 1].mT) for t in range(5, 9)]
@@ -171,23 +168,26 @@ def test_who_wants_torch_gets_no_compiled_convolution(monkeypatch):
     class Config:
         backend = "auto"
 
+    monkeypatch.setattr(scans, "causal_conv1d_update", lambda x, *others, **options: x)
     use_backend(monkeypatch, Convolving())
-    conv, x = conv_of(8, config=Config).requires_grad_(False), torch.randn(1, 1, 8)
-    assert conv.steps_in_place(x)
-    assert conv_of(8).requires_grad_(False).steps_in_place(x)
+    x, past = torch.randn(1, 1, 8), torch.zeros(1, 8, 4)
+    configured, plain = (conv_of(8, config=config).requires_grad_(False) for config in (Config, None))
+    assert configured.step(x, past) is not None
+    assert plain.step(x, past) is not None
     Config.backend = "torch"
-    assert not conv.steps_in_place(x)
+    assert configured.step(x, past) is None
     monkeypatch.setenv(BACKEND_VARIABLE, "torch")
-    assert not conv_of(8).requires_grad_(False).steps_in_place(x)
+    assert plain.step(x, past) is None
 
 
 def test_one_token_with_a_gradient_of_the_weights_alone_takes_no_kernel(monkeypatch):
     """causal_conv1d_update knows no gradient."""
+    monkeypatch.setattr(scans, "causal_conv1d_update", lambda x, *others, **options: x)
     use_backend(monkeypatch, Convolving())
-    conv, x = conv_of(8), torch.randn(1, 1, 8)
-    assert not conv.steps_in_place(x)
-    assert conv.requires_grad_(False).steps_in_place(x)
-    assert not conv.steps_in_place(x.requires_grad_())
+    conv, x, past = conv_of(8), torch.randn(1, 1, 8), torch.zeros(1, 8, 4)
+    assert conv.step(x, past) is None
+    assert conv.requires_grad_(False).step(x, past) is not None
+    assert conv.step(x.requires_grad_(), past) is None
 
 
 @pytest.mark.gpu
@@ -210,7 +210,7 @@ def test_causal_conv1d_equals_the_sum_of_taps_on_gpu(monkeypatch, dtype, packing
     monkeypatch.setenv(BACKEND_VARIABLE, "auto")
     with torch.no_grad():
         past = x[:, 1:5].mT.clone()
-        steps = [conv(x[:, t : t + 1], None, past, in_place=True) for t in range(5, 9)]
+        steps = [conv.step(x[:, t : t + 1], past) for t in range(5, 9)]
         assert relative_error(torch.cat(steps, 1), conv(x)[:, 5:9].double()) < 2e-2
 
 

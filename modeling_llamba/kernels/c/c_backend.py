@@ -22,8 +22,6 @@ def make_backend() -> "CBackend | None":
 class CBackend(TorchBackend):
     """Operations in C, in float32; those that pass gradients or are traced are PyTorch's."""
 
-    has_kernel_for_rows = True
-
     def computes(self, dtype: torch.dtype) -> bool:
         """Return True if the functions read numbers of this type."""
         return dtype in TYPES

@@ -174,8 +174,11 @@ def convolve(
 
 def convolve_one(
     x: torch.Tensor, past: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
-) -> torch.Tensor:
-    """The short convolution of one token x (B, 1, I), which is added to `past` (B, I, width), in place."""
+) -> torch.Tensor | None:
+    """The short convolution of one token x (B, 1, I), which is added to `past` (B, I, width), in place; None where
+    causal-conv1d is not installed."""
+    if causal_conv1d_update is None:
+        return None
     return causal_conv1d_update(x[:, 0], past, weight.squeeze(1), bias, activation=_name(activation))[:, None]
 
 

@@ -27,8 +27,6 @@ def make_backend() -> "TritonBackend":
 class TritonBackend(FlexBackend):
     """Operations by Triton kernels, in float32; those that pass gradients or are traced are PyTorch's."""
 
-    has_kernel_for_rows = True
-
     def computes(self, dtype: torch.dtype) -> bool:
         """False for float64, which kernels would not compute in."""
         return dtype != torch.float64
@@ -103,13 +101,8 @@ class TritonBackend(FlexBackend):
         """See `TorchBackend.convolve`; by causal-conv1d's kernel."""
         return scans.convolve(x, weight, bias, seq_idx, activation)
 
-    @property
-    def convolves_in_place(self) -> bool:
-        """True if causal-conv1d is installed."""
-        return scans.causal_conv1d_update is not None
-
-    def convolve_one(self, x, past, weight, bias, activation: str) -> torch.Tensor:
-        """The convolution of one token (B, 1, I), which is added to `past` (B, I, width), in place."""
+    def convolve_one(self, x, past, weight, bias, activation: str) -> torch.Tensor | None:
+        """See `TorchBackend.convolve_one`; by causal-conv1d's kernel."""
         return scans.convolve_one(x, past, weight, bias, activation)
 
 

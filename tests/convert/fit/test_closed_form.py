@@ -15,7 +15,7 @@ from convert.hybrids.mapping import set_decay
 from convert.layout.placement import Attention, Hybrid, Placement
 from convert.options import FitOptions
 from convert.train.mohawk.train import load_hybrid
-from modeling_llamba.model.softmax import causal_bias
+from modeling_llamba.kernels.softmax import causal_bias
 from tests.helpers.teachers import FIRST, TEACHERS, WITHOUT_MIXERS, make_teacher, random_ids
 from tests.helpers.tiny import config_of, layer_data, rows, teacher_model
 

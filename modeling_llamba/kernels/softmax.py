@@ -1,6 +1,8 @@
 """Softmax attention that returns its log-sum-exp, by which two parts of the columns are put together.
 
-Shapes: B batch, L length, H heads, P head dim, T columns, Q queries.
+PyTorch's fused function computes it where there is one that returns the log-sum-exp: on a CPU, without a gradient.
+
+Shapes: B batch, L length, H heads, K key/value heads, P head dim, T columns, Q queries.
 """
 
 import torch
@@ -9,12 +11,10 @@ from transformers.utils import is_torchdynamo_compiling
 
 Near = tuple[torch.Tensor, torch.Tensor]
 """Outputs (..., P) of attention, and log-sum-exps (...) of its scores."""
-FUSED_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""Attention that returns its log-sum-exp, too."""
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def fuses_on_cpu(*tensors: torch.Tensor) -> bool:
-    """True where PyTorch's fused attention for CPUs can be used; its log-sum-exp has no gradient."""
+def _fuses(*tensors: torch.Tensor) -> bool:
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return tensors[0].device.type == "cpu" and not recorded and not is_torchdynamo_compiling()
 
@@ -50,7 +50,7 @@ def attend(
 ) -> Near:
     """Softmax attention (..., Q, P) with its log-sum-exp (..., Q), for queries (..., Q, P), keys and values
     (..., T, P), and a bias (..., Q, T), which is the least number where nothing is attended to."""
-    if softcap is None and not dropout and fuses_on_cpu(query, keys, values):
+    if softcap is None and not dropout and _fuses(query, keys, values):
         lead = query.shape[:-3]
         shape = query.shape
         query, keys = (t.to(values.dtype) for t in (query, keys))  # autocast leaves them unlike
@@ -60,7 +60,7 @@ def attend(
             query, keys, values = (t.expand(*lead, *t.shape[-3:]).flatten(0, -4) for t in (query, keys, values))
             if bias is not None:
                 bias = bias.expand(*lead, *bias.shape[-3:]).flatten(0, -4)
-        output, log_mass = FUSED_ON_CPU(query, keys, values, attn_mask=bias, scale=scaling)
+        output, log_mass = FUSED(query, keys, values, attn_mask=bias, scale=scaling)
         if len(lead) == 1:  # one token saves the calls of views that would change nothing
             return output, log_mass
         return output.view(shape), log_mass.view(shape[:-1])
@@ -72,3 +72,22 @@ def attend(
     log_mass = scores.logsumexp(-1)
     probabilities = F.dropout((scores - log_mass[..., None]).exp().to(values.dtype), dropout)
     return probabilities @ values, log_mass
+
+
+def causal_attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Near:
+    """`attend` for queries (B, H, L, P), each to the keys and values (B, K, L, P) of its token and of those before it,
+    grouped by key/value head: (B, K, H / K * L, P)."""
+    shared = query.shape[1] // keys.shape[1]
+    if softcap is None and not dropout and _fuses(query, keys, values):
+        keys, values = (t.repeat_interleave(shared, dim=1) for t in (keys, values))
+        near = FUSED(query, keys, values, 0.0, True, scale=scaling)
+        return tuple(t.unflatten(1, (-1, shared)).flatten(2, 3) for t in near)
+    bias = causal_bias(query).repeat(shared, 1)[None, None]
+    return attend(query.unflatten(1, (-1, shared)).flatten(2, 3), keys, values, bias, scaling, softcap, dropout)
