@@ -46,6 +46,7 @@ places, T columns, M mixed blocks, J groups of blocks, Q queries.
 """
 
 import functools
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -56,9 +57,9 @@ from transformers.cache_utils import Cache
 from ..kernels.backend import backend_for
 from ..kernels.softmax import causal_bias
 from ..model.attention import TeacherAttention, append_keys, attend_rounded
-from ..model.rotary import Rotary, rotate_keys, rotate_queries
+from ..model.rotary import Rotary, rotate_queries
 from .eviction import BlockShape
-from .inputs import HybridInputs, Projected, WindowedHeads, of_heads, unpadded
+from .inputs import HybridInputs, Projected, Ranked, WindowedHeads, of_heads, runs, unpadded
 from .prompt import read_prompt
 from .readout import theory_mass
 from .rounding import Rounding
@@ -131,21 +132,10 @@ class HybridAttention(TeacherAttention):
         sink_query = None
         if inputs.sink_rotary is not None and self.shape.sinks:
             sink_query = rotate_queries(query, inputs.sink_rotary)
-        query, key = rotate_queries(query, position_embeddings), rotate_keys(key, position_embeddings)
-        return Projected(query, sink_query, key, value, self._salience_of(hidden_states, inputs))
-
-    def _salience_of(self, hidden_states: torch.Tensor, inputs: HybridInputs) -> torch.Tensor:
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        if self.salience is None:
-            salience = torch.full(inputs.index.shape, -torch.inf, dtype=wide, device=hidden_states.device)
-        else:  # a choice of tokens, through which no gradient passes
-            salience = (hidden_states.detach().to(wide) * self.salience.detach().to(wide)).sum(-1)
-        if inputs.start is not None and inputs.start >= self.shape.sinks:
-            return salience
-        salience = salience.masked_fill(inputs.index < self.shape.sinks, torch.inf)
-        if inputs.start is None:
-            salience = salience.masked_fill(inputs.index < 0, -torch.inf)
-        return salience
+        backend = backend_for(query, self.config.backend)
+        ranked = Ranked(hidden_states, self.salience, inputs, self.shape.sinks)
+        query, key, salience = backend.rotate_and_rank(query, key, position_embeddings, ranked)
+        return Projected(query, sink_query, key, value, salience)
 
     def attend_kept(self, projected: Projected, causal_mask, layer, **kwargs) -> torch.Tensor:
         """Full attention of the kept heads, (B, L, heads, P)."""
@@ -223,10 +213,8 @@ class HybridAttention(TeacherAttention):
 
     def rows_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (B, K, L, P) of heads with a window as a cache holds them."""
-        of_keys, of_values = self.shape.key_rounding, self.shape.value_rounding
-        if of_keys == of_values and of_keys.rounds and key.shape[2] == 1:
-            return of_keys.encode(torch.stack([key, value])).unbind()  # of one token, calls cost most
-        return of_keys.encode(key), of_values.encode(value)
+        roundings = self.shape.key_rounding, self.shape.value_rounding
+        return backend_for(key, self.config.backend).encode_pair(key, value, roundings)
 
     def gated(
         self,
@@ -255,9 +243,12 @@ class HybridAttention(TeacherAttention):
     ) -> torch.Tensor:
         """(B, L, D) of the heads' outputs (B, L, H', P) and the features (B, L, 3 H' P), or the last of them."""
         if of_kept is not None:  # o_proj takes the heads in the teacher's order
-            both = torch.cat([output, of_kept.to(output.dtype)], dim=2).unflatten(2, (-1, self.shared))
-            order = [*self.windowed, *self.kept]
-            output = torch.cat([both[:, :, place : place + 1] for place in map(order.index, sorted(order))], dim=2)
+            parts = []
+            for of_some, kv_heads in ((output, self.windowed), (of_kept.to(output.dtype), self.kept)):
+                sizes = [(last - first) * self.shared for first, last in runs(kv_heads)]
+                starts = [first for first, _ in runs(kv_heads)]
+                parts += zip(starts, of_some.split(sizes, dim=2), strict=True)
+            output = torch.cat([part for _, part in sorted(parts, key=itemgetter(0))], dim=2)
         mixed = self.o_proj(output.flatten(2))
         if features is None or self.down is None:
             return mixed

@@ -106,7 +106,9 @@ class HybridLayer(CacheLayerMixin):
         if self.held is None:
             self._hold(Held.empty(shape, tokens))
         backend = backend_for(self.held.salience, shape.key_rounding.backend)
-        if start is not None:
+        if tokens.index.shape[1] == 1 and backend.write_one(self.held, tokens, shape):
+            self.readout = None
+        elif start is not None:
             if start % shape.block == 0 and start >= shape.window:
                 self._hold(backend.open_blocks(self.held, shape, self.held.seen, in_all_rows=True))
             held = self.held
@@ -116,8 +118,6 @@ class HybridLayer(CacheLayerMixin):
             held.values[:, :, columns] = tokens.values
             held.salience[:, columns] = tokens.salience
             held.seen.add_(length)
-        elif backend.write_one(self.held, tokens, shape):
-            self.readout = None
         else:
             self._hold(backend.open_blocks(self.held, shape, tokens.index[:, 0]))
             self._scatter(tokens)

@@ -65,6 +65,34 @@ class Projected(NamedTuple):
         return NewTokens(self.key_rows, self.value_rows, self.salience, index)
 
 
+class Ranked(NamedTuple):
+    """Tokens whose salience is asked for: by it they compete for places in the salient cache.
+
+    hidden_states (B, L, D). weight (D,): their product is the salience; None where no token is salient but sinks.
+    inputs: as the layer gets them. sinks: how many tokens, the first of a sequence, stay salient.
+    """
+
+    hidden_states: torch.Tensor
+    weight: torch.Tensor | None
+    inputs: HybridInputs
+    sinks: int
+
+    def salience(self) -> torch.Tensor:
+        """(B, L) in float32 or wider, +inf at sinks, -inf at padding; a choice, through which no gradient passes."""
+        index, start = self.inputs.index, self.inputs.start
+        wide = torch.promote_types(self.hidden_states.dtype, torch.float32)
+        if self.weight is None:
+            salience = torch.full(index.shape, -torch.inf, dtype=wide, device=index.device)
+        else:
+            salience = (self.hidden_states.detach().to(wide) * self.weight.detach().to(wide)).sum(-1)
+        if start is not None and start >= self.sinks:
+            return salience
+        salience = salience.masked_fill(index < self.sinks, torch.inf)
+        if start is None:
+            salience = salience.masked_fill(index < 0, -torch.inf)
+        return salience
+
+
 class WindowedHeads(NamedTuple):
     """The heads with a window, as a backend computes them.
 

@@ -45,7 +45,6 @@ def read_prompt(
     """
     shape = heads.shape
     held = None if layer is None else layer.held
-    projected = rounded(heads, projected)
     length = projected.query.shape[2]
     outputs = []
     features = []

@@ -10,12 +10,13 @@ from transformers.utils import is_torchdynamo_compiling
 
 from ..hybrid.block_layout import Layout
 from ..hybrid.eviction import BlockShape, Held, NewTokens, open_block, open_blocks
-from ..hybrid.inputs import HybridInputs, Projected, WindowedHeads
+from ..hybrid.inputs import HybridInputs, Projected, Ranked, WindowedHeads
 from ..hybrid.near import attend_causally, attend_of
-from ..hybrid.prompt import Blocks, attend_blocks, layout_of, states_of
+from ..hybrid.prompt import Blocks, attend_blocks, layout_of, rounded, states_of
 from ..hybrid.readout import read, readout
 from ..hybrid.rounding import DECODED, Rounding, decode_rows, encode_rows
 from ..hybrid.step import take_step
+from ..model.rotary import Rotary, rotate_keys, rotate_queries
 from .softmax import Near, attend
 
 SEGMENT = 4096
@@ -31,11 +32,32 @@ class TorchBackend:
         """Return True if the operations take numbers of this type."""
         return True
 
+    # Tokens before attention
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries (B, H, L, P) and keys (B, K, L, P)."""
+        return rotate_queries(query, rotary), rotate_keys(key, rotary)
+
+    def rotate_and_rank(
+        self, query: torch.Tensor, key: torch.Tensor, rotary: Rotary, ranked: Ranked
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated queries and keys, and the salience (B, L) of their tokens."""
+        return *self.rotate(query, key, rotary), ranked.salience()
+
     # Rows of keys and values
 
     def encode(self, vectors: torch.Tensor, rounding: Rounding) -> torch.Tensor:
         """Rows (..., W) uint8 of vectors (..., P)."""
         return encode_rows(vectors, rounding)
+
+    def encode_pair(
+        self, key: torch.Tensor, value: torch.Tensor, roundings: tuple[Rounding, Rounding]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of keys and of values (B, K, L, P), or these themselves where nothing is rounded."""
+        of_keys, of_values = roundings
+        if of_keys == of_values and of_keys.rounds and key.shape[2] == 1:
+            return of_keys.encode(torch.stack([key, value])).unbind()  # of one token, calls cost most
+        return of_keys.encode(key), of_values.encode(value)
 
     def decode(self, rows: torch.Tensor, rounding: Rounding, dtype: torch.dtype, rotated: bool) -> torch.Tensor:
         """Vectors (..., P) of rows (..., W); as they are stored, which is multiplied by the matrix, if `rotated`."""
@@ -126,6 +148,7 @@ class TorchBackend:
 
     def _mix(self, heads, projected, inputs, held, keeps) -> Mixed:
         shape = heads.shape
+        projected = rounded(heads, projected)
         length = projected.query.shape[2]
         tokens = projected.tokens(inputs.index) if keeps else None
         causal = shape.window if held is None and inputs.start == 0 else 0  # tokens that attend to all before them

@@ -19,7 +19,7 @@ from transformers.utils import is_torchdynamo_compiling
 from ..hybrid.rounding import DECODED, Rounding
 from ..kernels.backend import backend_for
 from .norms import head_norm
-from .rotary import Rotary, rotate_keys, rotate_queries
+from .rotary import Rotary
 
 # tokens; or an eighth of what there is, where that is more
 MIN_ROOM = 128
@@ -126,8 +126,8 @@ class SoftmaxAttention(TeacherAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, L, D) -> (B, L, D) and the probabilities (B, H, L, L) when the backend returns them."""
         query, key, value = self.project_heads(hidden_states)
-        query = rotate_queries(query, position_embeddings)
-        key = self.less_offset(rotate_keys(key, position_embeddings))
+        query, key = backend_for(query, self.config.backend).rotate(query, key, position_embeddings)
+        key = self.less_offset(key)
         store = None
         if cache is not None:
             store = functools.partial(update_keys, cache, self.layer_idx)

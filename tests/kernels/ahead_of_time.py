@@ -131,15 +131,45 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
     """`compiled` for each kernel of a prompt."""
     import modeling_llamba.kernels.triton.triton_columns as columns
     import modeling_llamba.kernels.triton.triton_prompt as kernels
+    import modeling_llamba.kernels.triton.triton_tokens as tokens
 
     K, R, P, planes, dtype = PROMPTS[shape]
     slow = planes // 2
     N = P - 2 * (planes - slow)
     slice_dims, slow_dims = kernels.slice_of(P, N)
     part = kernels.padded(P)
+    rounding = Rounding(8, P)
     state = {"K": K, "P": P, "N": N, "PLANES": planes, "SLOW_PLANES": slow, "PER_CHUNK": 16}
     state |= {"SLICE": slice_dims, "SLOW": slow_dims}
     constants = {
+        "rotate": {
+            "RANKS": True,
+            "HAS_WEIGHT": True,
+            "H": K * R,
+            "K": K,
+            "P": P,
+            "HALF": planes,
+            "WIDTH": K * R * P,
+            "DIMS": part,
+            "ROWS": tokens.TILE // part,
+        },
+        "lay": {
+            "HAS_PAST": True,
+            "BATCH": 1,
+            "K": K,
+            "H": K * R,
+            "S": 20,
+            "KEY_WIDTH": rounding.width(torch.bfloat16),
+            "VALUE_WIDTH": P,
+            "KEY_BITS": 8,
+            "VALUE_BITS": 16,
+            "KEY_GROUPS": 1,
+            "VALUE_GROUPS": 1,
+            "P": P,
+            "PART": P & -P,
+            "DIMS": part,
+            "ROWS": columns.LAY_TILE // part,
+        },
         "leave": {"S": 20, "E": 16, "CANDIDATES": 32, "TILE": columns.TILE},
         "place": {"S": 20, "CANDIDATES": 512},
         "hold": {
@@ -155,15 +185,22 @@ def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
         "sum": {"HAS_STATE": True, "ROWS": kernels.SUM_ROWS} | state,
         "mix": {"FEATURES": True, "R": R, "E": 16, "DIMS": kernels.padded(P), "ROWS": 16} | state,
     }
-    models = ("query", "near", "keys", "values", "mass", "output", "features")
+    models = ("query", "near", "keys", "values", "mass", "output", "features", "new_query", "new_key", "key")
+    models = *models, "cos", "sin", "hidden_states", "weight"
     of_type = dict.fromkeys((*models, "past_keys", "past_values", "new_keys", "new_values"), f"*{dtype}")
-    of_type |= dict.fromkeys(("salience", "log_mass", "sums", "state", "final", "ranks"), "*fp32") | {"scale": "fp32"}
+    of_type |= dict.fromkeys(
+        ("past_salience", "new_salience", "salience", "log_mass", "sums", "state", "final", "ranks"), "*fp32"
+    ) | {"scale": "fp32"}
     of_type |= dict.fromkeys(("until", "numbers", "indices", "bounds"), "*i32")
-    of_type |= dict.fromkeys(("order", "places"), "*i64")
+    of_type |= dict.fromkeys(("order", "places", "index"), "*i64")
     found = {}
     for name, sizes in constants.items():
-        function = getattr(kernels if name in ("sum", "mix") else columns, f"{name}_kernel")
-        types = dict.fromkeys(function.arg_names, "i32") | of_type | dict.fromkeys(sizes, "constexpr")
+        modules = {"sum": kernels, "mix": kernels, "rotate": tokens}
+        function = getattr(modules.get(name, columns), f"{name}_kernel")
+        types = dict.fromkeys(function.arg_names, "i32") | of_type
+        if name == "lay":
+            types |= dict.fromkeys(("past_keys", "new_keys"), "*u8")
+        types |= dict.fromkeys(sizes, "constexpr")
         found[name] = resources(function, types, sizes, capability, kernels.warps_of(slow_dims))
     return found
 
@@ -178,6 +215,7 @@ def compiled_rounding(capability: int, shape: str, decodes: bool) -> dict[str, i
     if decodes:
         constants["ROTATED"] = False
     types = dict.fromkeys(function.arg_names, "i32") | {"vectors": "*bf16", "rows": "*u8"}
+    types |= {} if decodes else {"other": "*bf16", "other_rows": "*u8"}
     types |= dict.fromkeys(constants, "constexpr")
     return resources(function, types, constants, capability, kernels.WARPS)
 

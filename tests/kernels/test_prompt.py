@@ -87,7 +87,8 @@ def test_the_fate_of_columns(sizes, start):
         columns = (until == number).nonzero()[:, 0].tolist() if number else []
         assert sorted(lost.order[0, begin:end].tolist()) == columns
         assert len(columns) <= block
-    slots = kernels.in_tiles(torch.zeros(2, 1, length, 16, device=DEVICE), blocks).shape[2]
+    slots = blocks.offset + blocks.new_tokens
+    slots += -slots % fates.TILE
     tiles = fates.visible_tiles(lost.until, slots, blocks)
     of_slots = kernels.numbered_slots(slots, blocks.first, block, blocks.first_column, lost.until.device)
     plain = flex.visible_blocks(*of_slots, lost.until, None)

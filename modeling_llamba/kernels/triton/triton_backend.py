@@ -7,13 +7,16 @@ import torch
 from transformers.utils import is_torchdynamo_compiling
 
 from ...hybrid.block_layout import Blocks
-from ...hybrid.eviction import BlockShape, Held, NewTokens, decoded
-from ...hybrid.inputs import HybridInputs, Projected, WindowedHeads
+from ...hybrid.eviction import BlockShape, Held, NewTokens
+from ...hybrid.inputs import HybridInputs, Projected, Ranked, WindowedHeads
+from ...hybrid.near import attend_causally
 from ...hybrid.rounding import WHOLE, Rounding
 from ...hybrid.step import is_early
+from ...model.rotary import Rotary
 from ..flex import FlexBackend, attend_by_flex
+from ..operators import is_traced
 from ..torch_backend import Mixed
-from . import scans, triton_columns, triton_prompt, triton_rounding, triton_rows, triton_step
+from . import scans, triton_columns, triton_prompt, triton_rounding, triton_rows, triton_step, triton_tokens
 
 SEGMENT = 32768
 """Tokens of a prompt whose states lie in memory at once: kernels hold one for each 256 tokens alone."""
@@ -30,6 +33,25 @@ class TritonBackend(FlexBackend):
     def computes(self, dtype: torch.dtype) -> bool:
         """False for float64, which kernels would not compute in."""
         return dtype != torch.float64
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TorchBackend.rotate`."""
+        if not _rotates(query, key, rotary):
+            return super().rotate(query, key, rotary)
+        return triton_tokens.rotate(query, key, rotary)[:2]
+
+    def rotate_and_rank(self, query: torch.Tensor, key: torch.Tensor, rotary: Rotary, ranked: Ranked):
+        """See `TorchBackend.rotate_and_rank`."""
+        if not _rotates(query, key, rotary):
+            return super().rotate_and_rank(query, key, rotary, ranked)
+        return triton_tokens.rotate(query, key, rotary, ranked)
+
+    def encode_pair(self, key: torch.Tensor, value: torch.Tensor, roundings: tuple[Rounding, Rounding]):
+        """See `TorchBackend.encode_pair`."""
+        rounding = roundings[0]
+        if rounding != roundings[1] or not rounding.rounds or key.dtype != value.dtype or is_traced():
+            return super().encode_pair(key, value, roundings)
+        return triton_rounding.encode_pair(key.detach(), value.detach(), rounding.bits, rounding.groups)
 
     def encode(self, vectors: torch.Tensor, rounding: Rounding) -> torch.Tensor:
         """See `TorchBackend.encode`."""
@@ -84,14 +106,15 @@ class TritonBackend(FlexBackend):
             return False
         return triton_prompt.fits(heads.shape, projected.query.shape[-1])
 
-    def mix_blocks(
-        self, heads: WindowedHeads, projected: Projected, inputs: HybridInputs, held: Held | None, begin, tokens
+    def mix(
+        self, heads: WindowedHeads, projected: Projected, inputs: HybridInputs, held: Held | None, keeps: bool = False
     ) -> Mixed:
-        """See `TorchBackend.mix_blocks`."""
-        if not self._mixes(heads, projected, inputs):
-            return super().mix_blocks(heads, projected, inputs, held, begin, tokens)
+        """See `TorchBackend.mix`."""
+        in_window = held is None and projected.query.shape[2] <= heads.shape.window
+        if in_window or not self._mixes(heads, projected, inputs):
+            return super().mix(heads, projected, inputs, held, keeps)
         with triton_step.on_device_of(projected.query):
-            return _mix_blocks(heads, projected, inputs, held, begin, tokens)
+            return _mix(heads, projected, inputs, held, keeps and inputs.end_alike)
 
     def ssd_scan(self, x, log_a, B, C, initial_state, seq_idx, chunk_size: int, asked: str):
         """See `TorchBackend.ssd_scan`; by another package's kernel."""
@@ -106,37 +129,39 @@ class TritonBackend(FlexBackend):
         return scans.convolve_one(x, past, weight, bias, activation)
 
 
+def _rotates(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> bool:
+    """True where a kernel does it: without a gradient, and outside of a graph, whose compiler fuses it itself."""
+    return not torch.is_grad_enabled() and not is_traced() and triton_tokens.can_rotate(query, key, rotary)
+
+
 def _takes_steps(shape: BlockShape) -> bool:
     """True for a layer whose keys and values the kernels of a step read."""
     return shape.slow is not None and {shape.key_rounding.bits, shape.value_rounding.bits} <= {8, WHOLE}
 
 
-def _mix_blocks(heads, projected: Projected, inputs: HybridInputs, held: Held | None, begin, tokens) -> Mixed:
-    shape = heads.shape
+def _mix(heads: WindowedHeads, projected: Projected, inputs: HybridInputs, held: Held | None, keeps: bool) -> Mixed:
+    shape, state = heads.shape, None
     batch, count, length, P = projected.query.shape
-    past_keys = past_values = past_salience = state = None
-    if begin is not None:
+    if held is None:
         blocks = Blocks.behind_window(shape, length)
     else:
-        blocks = Blocks.continued(shape, length, inputs.start)
-        past_keys, past_values = decoded(shape, *held[:2], projected.key.dtype)
-        past_salience = held.salience
-        state = held.state
-    keys, values = blocks.in_columns(past_keys, projected.key), blocks.in_columns(past_values, projected.value)
-    salience = blocks.salience(past_salience, projected.salience)
+        blocks, state = Blocks.continued(shape, length, inputs.start), held.state
+    keys, values, salience, query = triton_columns.lay_out(projected, held, blocks)
     lost = triton_columns.lose_columns(salience, blocks)
-    query = triton_prompt.in_tiles(projected.query, blocks)
     slots = query.shape[2]
     numbers = triton_prompt.numbered_slots(slots, blocks.first, shape.block, blocks.first_column, query.device)
     tiles = triton_columns.visible_tiles(lost.until, slots, blocks)
     near = attend_by_flex(query, keys, values, *numbers, lost.until, None, heads.scaling, heads.softcap, tiles)
     output = projected.value.new_empty(batch, length, count, P)
-    if begin is not None:
-        output[:, : begin.shape[1]] = begin
+    if held is None:  # the first tokens attend to all before them
+        first = slice(shape.places, shape.places + shape.window)
+        of_first = projected.query[:, :, : shape.window], keys[:, :, first], values[:, :, first]
+        output[:, : shape.window] = attend_causally(heads, *of_first)
     features, state = triton_prompt.mix_blocks(
         projected.query, *near, keys, values, lost, state, heads.mass, heads.scaling, blocks, output, heads.has_map
     )
-    if tokens is None:
+    if not keeps:
         return output, features, None
+    tokens = projected.tokens(inputs.index)
     places = triton_columns.last_places(salience, lost, blocks)
     return output, features, triton_columns.hold(held, tokens, salience, places, state, blocks)

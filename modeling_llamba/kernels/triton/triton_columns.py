@@ -1,14 +1,17 @@
 """The columns of a prompt by Triton kernels: when each is lost, which are visible, and which are held at the end.
 
+    lay_kernel     keys, values and salience in columns, and queries in slots; rows of bytes become numbers
     leave_kernel   the block at which each column is no longer visible: a column of the window is not once S columns
                    that left are more salient, which is counted for each column alone
     mask_kernel    the tiles of columns visible to each tile of queries, for flex_attention
     place_kernel   the columns that hold a place at the end
     hold_kernel    what a cache holds afterwards
 
-Shapes: B batch, L length, K key/value heads, P head dim, E block, S places, T columns, M mixed blocks.
+Shapes: B batch, L length, H' heads with a window, K key/value heads, P head dim, E block, S places, T columns, M mixed
+blocks.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -17,8 +20,10 @@ import triton.language as tl
 
 from ...hybrid.block_layout import Blocks
 from ...hybrid.eviction import Held, NewTokens
+from ...hybrid.inputs import Projected
 from ..flex import FLEX_BLOCK
-from .triton_step import sortable
+from .triton_rounding import numbers
+from .triton_step import rotated, sortable
 
 TILE = FLEX_BLOCK
 """Queries and columns of a tile of flex_attention's mask."""
@@ -26,11 +31,18 @@ MASK_TILES = 16
 """Tiles of columns that are looked at together for the mask."""
 COUNTS = (
     "columns", "leaving", "first_leaves", "absent", "skipped", "left", "last", "held", "begin", "end", "first_new",
-    "tiles", "slots", "first", "first_column", "mixed", "offset", "length",
+    "tiles", "slots", "first", "first_column", "mixed", "offset", "length", "first_past",
 )  # fmt: skip
 """Arguments of kernels whose values differ from prompt to prompt: Triton would compile anew for some of them."""
+LAY_TILE = 2048
+"""Numbers of keys, values or queries that a program lays out."""
 HOLD_COLUMNS = 16
 """Columns that are copied together."""
+
+
+def padded(size: int) -> int:
+    """Round a size up to a side of a tile."""
+    return max(triton.next_power_of_2(size), 16)
 
 
 class Lost(NamedTuple):
@@ -46,6 +58,46 @@ class Lost(NamedTuple):
     bounds: torch.Tensor
 
 
+class Columns(NamedTuple):
+    """keys, values (B, K, T, P) and salience (B, T) of all columns; query (B, H', slots, P) in whole tiles."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    salience: torch.Tensor
+    query: torch.Tensor
+
+
+def lay_out(projected: Projected, held: Held | None, blocks: Blocks) -> Columns:
+    """Lay out new tokens behind what is held, keys and values as they are rounded."""
+    query, salience, key_rows, value_rows = (
+        projected.query, projected.salience, projected.key_rows, projected.value_rows,
+    )  # fmt: skip
+    batch, heads, length, P = query.shape
+    kv_heads, shape = key_rows.shape[1], blocks.shape
+    of_keys, of_values = shape.key_rounding, shape.value_rounding
+    slots = blocks.offset + blocks.new_tokens
+    slots += -slots % TILE
+    found = Columns(
+        key_rows.new_empty(batch, kv_heads, blocks.columns, P, dtype=projected.key.dtype),
+        value_rows.new_empty(batch, kv_heads, blocks.columns, P, dtype=projected.value.dtype),
+        salience.new_empty(batch, blocks.columns),
+        query.new_empty(batch, heads, slots, P),
+    )
+    past = (key_rows, value_rows, salience) if held is None else (t.contiguous() for t in held[:3])
+    new = [t if t.stride(-1) == 1 else t.contiguous() for t in (key_rows, value_rows, query)]
+    dims = padded(P)
+    rows = max(LAY_TILE // dims, 1)
+    first_new = shape.places + blocks.context + blocks.offset
+    lay_kernel[(triton.cdiv(max(blocks.columns, slots), rows), batch * heads, 4)](
+        *past, *new, salience, *found, blocks.columns, shape.places + shape.window,
+        shape.places + blocks.context - blocks.before, first_new, length, slots, blocks.offset,
+        length - blocks.new_tokens, *(s for t in new for s in t.stride()[:3]), *salience.stride(), held is not None,
+        batch, kv_heads, heads, shape.places, key_rows.shape[-1], value_rows.shape[-1], of_keys.bits, of_values.bits,
+        of_keys.groups, of_values.groups, P, P & -P, dims, rows,
+    )  # fmt: skip
+    return found
+
+
 def lose_columns(salience: torch.Tensor, blocks: Blocks) -> Lost:
     """Find when each column is lost, from the salience (B, T) in float32, -inf in columns without a token."""
     batch, columns = salience.shape
@@ -57,9 +109,16 @@ def lose_columns(salience: torch.Tensor, blocks: Blocks) -> Lost:
         blocks.shape.places, blocks.shape.block, candidates, TILE,
     )  # fmt: skip
     ordered, order = until.sort(dim=1, stable=True)
-    numbers = torch.arange(blocks.first, blocks.blocks + 1, dtype=torch.int32, device=until.device).clamp_(min=1)
-    bounds = torch.searchsorted(ordered, numbers.expand(batch, -1).contiguous(), out_int32=True)
+    numbers = numbered_blocks(batch, blocks.first, blocks.blocks + 1, until.device)
+    bounds = torch.searchsorted(ordered, numbers, out_int32=True)
     return Lost(until, order, bounds)
+
+
+@functools.lru_cache(maxsize=64)
+def numbered_blocks(batch: int, first: int, end: int, device: torch.device) -> torch.Tensor:
+    """Numbers (B, blocks) int32 of the blocks up to `end`, 1 for the first; the same in most layers."""
+    numbers = torch.arange(first, end, dtype=torch.int32, device=device).clamp_(min=1)
+    return numbers.expand(batch, -1).contiguous()
 
 
 def last_places(salience: torch.Tensor, lost: Lost, blocks: Blocks) -> torch.Tensor:
@@ -130,6 +189,73 @@ def visible_tiles(until: torch.Tensor, slots: int, blocks: Blocks) -> tuple[torc
         MASK_TILES,
     )
     return numbers, indices
+
+
+@triton.jit
+def laid(start, row, visible, d, P: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr):
+    """Vectors (ROWS, DIMS) in float32 that begin `row` numbers or bytes behind a pointer; 0 where none is visible."""
+    in_d = d < P
+    if BITS == 16:
+        t = tl.load(start + row[:, None] + d[None, :], mask=visible[:, None] & in_d[None, :], other=0.0)
+        return t.to(tl.float32)
+    else:
+        return rotated(numbers(start + row, visible, d, in_d, P, BITS, GROUPS), PART)
+
+
+@triton.jit
+def lay_head(
+    past, new, target, past_row, new_row, in_past, is_new, own, columns, HAS_PAST: tl.constexpr,
+    P: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Write some columns of one head of the keys or values."""
+    d = tl.arange(0, DIMS)
+    t = laid(new, new_row, is_new, d, P, BITS, GROUPS, PART)
+    if HAS_PAST:
+        t += laid(past, past_row, in_past, d, P, BITS, GROUPS, PART)
+    tl.store(target + own[:, None] * P + d[None, :], t, mask=(own < columns)[:, None] & (d < P)[None, :])
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def lay_kernel(
+    past_keys, past_values, past_salience, new_keys, new_values, new_query, new_salience,
+    keys, values, salience, query, columns, held, first_past, first_new, length, slots, offset, skipped,
+    key_row, key_head, key_token, value_row, value_head, value_token, query_row, query_head, query_token,
+    salience_row, salience_token, HAS_PAST: tl.constexpr, BATCH: tl.constexpr,
+    K: tl.constexpr, H: tl.constexpr, S: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr,
+    P: tl.constexpr, PART: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Lay out one head of the keys (0), values (1) or queries (2) of a row, or the salience (3)."""
+    at, what = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    own = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    in_past = (own < S) | ((own >= first_past) & (own < first_new))
+    past = at * held + tl.where(own < S, own, S + own - first_past)
+    token = own - first_new
+    is_new = (token >= 0) & (token < length)
+    if (what < 2) & (at < BATCH * K):
+        b, kv = at // K, at % K
+        if what == 0:
+            lay_head(past_keys, new_keys + b * key_row + kv * key_head, keys + at * columns * P, past * KEY_WIDTH,
+                     token * key_token, in_past, is_new, own, columns, HAS_PAST, P, KEY_BITS, KEY_GROUPS, PART,
+                     DIMS)  # fmt: skip
+        else:
+            lay_head(past_values, new_values + b * value_row + kv * value_head, values + at * columns * P,
+                     past * VALUE_WIDTH, token * value_token, in_past, is_new, own, columns, HAS_PAST, P, VALUE_BITS,
+                     VALUE_GROUPS, PART, DIMS)  # fmt: skip
+    if what == 2:
+        d = tl.arange(0, DIMS)[None, :]
+        slot_token = own - offset
+        asks = (slot_token >= 0) & (slot_token + skipped < length)
+        of_head = new_query + at // H * query_row + at % H * query_head
+        asked = tl.load(of_head + (slot_token + skipped)[:, None] * query_token + d, mask=asks[:, None] & (d < P),
+                        other=0.0)  # fmt: skip
+        tl.store(query + (at * slots + own)[:, None] * P + d, asked, mask=(own < slots)[:, None] & (d < P))
+    if (what == 3) & (at < BATCH):
+        rank = tl.load(new_salience + at * salience_row + token * salience_token, mask=is_new, other=float("-inf"))
+        if HAS_PAST:
+            former = tl.load(past_salience + past, mask=in_past, other=float("-inf"))
+            rank = tl.where(in_past, former, rank)
+        tl.store(salience + at * columns + own, rank, mask=own < columns)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""A prompt of a hybrid layer by six Triton kernels, in place of some 300 of a layer's 390 launches.
+"""A prompt of a hybrid layer by seven Triton kernels, in place of some 300 of a layer's 390 launches.
 
 Without a gradient, for rows that are alike (block_layout.py), they do what lies before and behind the fused attention
 to window and salient tokens. The equations are those of hybrid_attention.py, in float32; PyTorch's operations run
@@ -19,11 +19,10 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional as F
 
 from ...hybrid.block_layout import Blocks
 from ...hybrid.eviction import BlockShape
-from .triton_columns import COUNTS, TILE, Lost
+from .triton_columns import COUNTS, Lost, padded
 from .triton_step import gate_of, mass_of_query, mass_of_slow, slow_dims
 
 CHUNK = 256
@@ -43,11 +42,6 @@ def fits(shape: BlockShape, head_dim: int, least: int = 16) -> bool:
     return head_dim >= least and all(size <= LARGEST[name] for name, size in sizes.items())
 
 
-def padded(size: int) -> int:
-    """Round a size up to a side of a tile."""
-    return max(triton.next_power_of_2(size), 16)
-
-
 def slice_of(dims: int, slow_dims: int) -> tuple[int, int]:
     """Sides of the part of a state that one program holds: some dimensions of values, all slow ones of keys."""
     width = padded(slow_dims)
@@ -57,12 +51,6 @@ def slice_of(dims: int, slow_dims: int) -> tuple[int, int]:
 def warps_of(slow_dims: int) -> int:
     """Warps of a program whose part of the state has so many slow dimensions."""
     return 4 if slow_dims <= 64 else 8
-
-
-def in_tiles(query: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Queries (B, H', L, P) of the blocks that are mixed, (B, H', slots, P) in whole tiles."""
-    room = -(blocks.offset + blocks.new_tokens) % TILE
-    return F.pad(query[:, :, blocks.length - blocks.new_tokens :], (0, 0, blocks.offset, room))
 
 
 @functools.lru_cache(maxsize=64)

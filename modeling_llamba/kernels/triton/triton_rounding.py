@@ -35,6 +35,13 @@ def empty_rows(t: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
     return t.new_empty(*t.shape[:-1], width_of(bits, t.shape[-1], groups), dtype=torch.uint8)
 
 
+def encode_pair(key: torch.Tensor, value: torch.Tensor, bits: int, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of keys and of values (..., P), as `encode_rows` makes them, in one launch."""
+    rows = [empty_rows(t, bits, groups) for t in (key, value)]
+    launch(encode_kernel, key, rows[0], sizes_of(bits, key.shape[-1], groups), other=(value, rows[1]))
+    return tuple(rows)
+
+
 @as_operator
 def decode_rows(
     rows: torch.Tensor, bits: int, dim: int, groups: int, dtype: torch.dtype, still_rotated: bool
@@ -51,16 +58,35 @@ def empty_vectors(rows: torch.Tensor, bits: int, dim: int, groups: int, dtype: t
     return rows.new_empty(*rows.shape[:-1], dim, dtype=dtype)
 
 
-def launch(kernel, source: torch.Tensor, target: torch.Tensor, sizes: dict[str, int], **options: bool) -> None:
-    """Run a kernel over all vectors or rows of `source`, whose leading dimensions may have any strides."""
-    if source.ndim > 4 or source.stride(-1) != 1:
-        source = source.contiguous().view(-1, source.shape[-1])
-    (_, heads, length), strides = (1, 1, 1, *source.shape[:-1])[-3:], (0, 0, 0, *source.stride()[:-1])[-3:]
+def launch(
+    kernel,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    sizes: dict[str, int],
+    other: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **options: bool,
+) -> None:
+    """Run a kernel over all vectors or rows of `source`, whose leading dimensions may have any strides.
+
+    Args:
+        other: a second source of this shape and type, and its target, for kernels that take two.
+    """
+    source, (heads, length, *strides) = strided(source)
     count = math.prod(source.shape[:-1])
+    tensors, programs = [source, target], (-(-count // sizes["ROWS"]),)
+    if kernel is encode_kernel:
+        second, (*_, a, b, c) = strided(source if other is None else other[0])
+        tensors += [second, target if other is None else other[1], a, b, c]
+        programs = *programs, 1 if other is None else 2
     with on_device_of(source):
-        kernel[(-(-count // sizes["ROWS"]),)](
-            source, target, count, heads, length, *strides, **sizes, **options, num_warps=WARPS
-        )
+        kernel[programs](*tensors, count, heads, length, *strides, **sizes, **options, num_warps=WARPS)
+
+
+def strided(t: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A tensor (batch, heads, length, .) or its copy, with its heads, its length, and three strides."""
+    if t.ndim > 4 or t.stride(-1) != 1:
+        t = t.contiguous().view(-1, t.shape[-1])
+    return t, (*(1, 1, *t.shape[:-1])[-2:], *(0, 0, 0, *t.stride()[:-1])[-3:])
 
 
 @functools.cache
@@ -113,7 +139,8 @@ def start_of(row, heads, length, batch_stride, head_stride, place_stride):
 
 @triton.jit(do_not_specialize=["count", "heads", "length"])
 def encode_kernel(
-    vectors, rows, count, heads, length, batch_stride, head_stride, place_stride,
+    vectors, rows, other, other_rows, other_batch, other_head, other_place,
+    count, heads, length, batch_stride, head_stride, place_stride,
     P: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -122,6 +149,9 @@ def encode_kernel(
     there = row < count
     d = tl.arange(0, DIMS)
     first = start_of(row, heads, length, batch_stride, head_stride, place_stride)
+    if tl.program_id(1) == 1:
+        first = start_of(row, heads, length, other_batch, other_head, other_place)
+        vectors, rows = other, other_rows
     in_tile = there[:, None] & (d < P)[None, :]
     t = tl.load(vectors + first[:, None] + d[None, :], mask=in_tile, other=0.0).to(tl.float32)
     SIZE: tl.constexpr = DIMS if GROUPS == 1 else P // GROUPS  # numbers with one scale
