@@ -24,7 +24,7 @@ def test_a_layer(record_property, monkeypatch, launches, mixed, name, dtype):
     error = check_layer(monkeypatch, case, DEVICE, dtype, LIMITS[dtype])
     record_property("layer", f"{error:.1e}")
     bits = case.options.get("window_bits", 16)
-    takes_steps = case.is_plain and {*(bits if isinstance(bits, list) else [bits])} <= {8, 16}
-    assert launches["layer"] == (case.steps + case.parts.count(1) if takes_steps else 0)
-    assert launches["write"] == (case.steps if takes_steps and case.padded else 0)
+    in_kernels = {*(bits if isinstance(bits, list) else [bits])} <= {8, 16}
+    assert launches["write"] == (case.steps + case.parts.count(1) if in_kernels else 0)
+    assert launches["layer"] == (launches["write"] if case.is_plain else 0)
     assert bool(mixed) == bool(case.parts and case.is_plain and case.reach is None)
