@@ -45,6 +45,10 @@ def refuse(vllm_config: VllmConfig) -> None:
         )
     if vllm_config.speculative_config is not None:
         raise ValueError("A hybrid's state cannot be taken back in vLLM: leave out --speculative-config.")
+    if vllm_config.kv_transfer_config is not None:
+        raise ValueError(
+            "A hybrid's pages are not moved by a KV connector: leave out --kv-transfer-config, --kv-offloading-size."
+        )
     if vllm_config.lora_config is not None:
         raise ValueError("Adapters are not served: merge them into the weights (merge_and_unload) and leave out LoRA.")
     if vllm_config.quant_config is not None:

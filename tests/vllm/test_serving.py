@@ -279,17 +279,27 @@ def test_a_third_question_about_a_text_reads_it_no_more(engine, models, prompts)
     assert_equal(outputs, [expected(models, "hybrid")[longest]])
 
 
-@pytest.mark.parametrize("name", ["hybrid", "sliding window, biases, key norms, YaRN"])
-def test_a_request_that_was_preempted_goes_on(name, engine, models, prompts):
-    """Pages for fewer requests than begin: each needs one more after its 128th or 256th token."""
-    few = dict(enable_prefix_caching=False, max_model_len=512, num_gpu_blocks_override=16)
+@pytest.mark.parametrize(
+    ("name", "pages"),
+    [("hybrid", 16), ("sliding window, biases, key norms, YaRN", 16), (CONVERTED, 118), (ROUNDED, 138)],
+)
+def test_a_request_that_was_preempted_goes_on(name, pages, engine, models, prompts):
+    """Pages for fewer requests than begin: each needs one more after its 128th or 256th token, and every 8th opens a
+    block."""
+    few = dict(enable_prefix_caching=False, max_model_len=512, num_gpu_blocks_override=pages)
     llm = engine(name, enforce_eager=True, **few)
     of_length = {len(prompt): i for i, prompt in enumerate(prompts)}
     some = [of_length[251]] * 6 + [of_length[118], of_length[122]] * 2
     outputs = greedy(llm, [prompts[i] for i in some])
     preempted = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     assert sum(preempted) > 0
-    assert_equal(outputs, [expected(models, name)[i] for i in some])
+    references = [expected(models, name)[i] for i in some]
+    if name != ROUNDED:
+        assert_equal(outputs, references)
+        return
+    wrong, worst = differences([output.outputs[0] for output in outputs], references)
+    assert wrong <= 0.05 * NEW_TOKENS * len(some)  # as in test_few_bits_round_as_in_transformers
+    assert worst < 0.02
 
 
 def test_samples_of_one_prompt_are_apart(engine, models, prompts, tmp_path):
@@ -317,6 +327,7 @@ def test_what_is_not_served_is_refused_by_name(name, engine):
         ("parallel_config", {"tensor_parallel_size": 2}, "one device"),
         ("model_config", {"max_model_len": 2000}, "--max-model-len 64"),
         (None, {"speculative_config": object()}, "--speculative-config"),
+        (None, {"kv_transfer_config": object()}, "--kv-transfer-config"),
         (None, {"lora_config": object()}, "merge_and_unload"),
         (None, {"quant_config": object()}, "--quantization"),
         ("hf_config", {"attention_gate": True}, "Gates on attention are not served: use transformers"),
@@ -336,7 +347,7 @@ def test_options_and_teachers_that_are_not_served(part, fields, message):
     served = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=config, max_model_len=64),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
-        speculative_config=None, lora_config=None, quant_config=None, hf_config=config,
+        speculative_config=None, kv_transfer_config=None, lora_config=None, quant_config=None, hf_config=config,
     )  # fmt: skip
     refuse(served)
     for name, value in fields.items():
