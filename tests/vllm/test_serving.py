@@ -67,6 +67,13 @@ def test_tokens_and_log_probabilities_are_transformers(name, engine, models, pro
     assert_equal(greedy(engine(name, **IN_PIECES), prompts), expected(models, name))
 
 
+def test_the_model_runner_is_the_one_that_was_asked_for(engine):
+    """The second needs Triton, which tests of it bring along (model_runner_v2.py)."""
+    runner = engine("hybrid", enforce_eager=True).llm_engine.model_executor.driver_worker.worker.model_runner
+    is_second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    assert (".gpu.model_runner" in str([c.__module__ for c in type(runner).__mro__])) == is_second
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_tokens_in_c_and_by_pytorch(backend, engine, models, prompts, monkeypatch):
     """The former where nothing else is asked for, the latter where C does not run."""
