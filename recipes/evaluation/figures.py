@@ -38,6 +38,7 @@ PAGES = {
     RESULTS / "gpu.md": "performance",
     RESULTS / "kernels.md": "performance",
     RESULTS / "rehearsal.md": "rehearsal",
+    RESULTS / "host_time.md": "rehearsal",
     RESULTS / "device_memory.md": "rehearsal",
     RESULTS / "training.md": "training",
     RESULTS / "losses.md": "training",

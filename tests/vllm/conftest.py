@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.reference import NEW_TOKENS
+
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -33,6 +35,14 @@ def reference(*arguments: str) -> None:
     process = start_reference(*arguments)
     if process.wait():
         raise subprocess.CalledProcessError(process.returncode, process.args)
+
+
+def greedy(llm, prompts, **options):
+    """The tokens of each prompt and their log-probabilities."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(**dict(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0) | options)
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 import torch
 
-from tests.vllm.conftest import ROOT, SETTINGS, reference, start_reference
+from tests.vllm.conftest import ROOT, SETTINGS, greedy, reference, start_reference
 from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS, ROUNDED
 
 pytestmark = pytest.mark.vllm
@@ -26,14 +26,6 @@ COMPILED = [CONVERTED, "phi, heads kept apart", "mixers alone", "two kinds of Ro
 IN_PIECES = dict(enforce_eager=True, max_num_batched_tokens=47, max_num_seqs=3, enable_prefix_caching=False)
 # all prompts in one step, in batches of like lengths
 AT_ONCE = dict(enforce_eager=True, max_num_batched_tokens=2048, enable_prefix_caching=False)
-
-
-def greedy(llm, prompts, **options):
-    """The tokens of each prompt and their log-probabilities."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(**dict(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0) | options)
-    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
 
 
 def differences(outputs, references) -> tuple[int, float]:

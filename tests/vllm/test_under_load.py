@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.conftest import greedy
 from tests.vllm.reference import CONVERTED, ROUNDED
-from tests.vllm.test_serving import greedy
 
 pytestmark = pytest.mark.vllm
 NAMES = ["hybrid", CONVERTED, ROUNDED]
