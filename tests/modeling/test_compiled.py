@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import StaticCache
+from transformers import CompileConfig, StaticCache
 
 import modeling_llamba.kernels.backend as door
 import modeling_llamba.kernels.flex as flex
@@ -148,6 +148,28 @@ def use_flex(monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("pattern", ["beside-only", pytest.param("every", marks=pytest.mark.slow)])
+def test_chunks_of_a_prompt_compile_in_generate(pattern):
+    """As on CUDA by itself: a whole graph for the first chunk, one for the others, and one for tokens."""
+    sizes = dict(num_hidden_layers=1, layer_types=["hybrid"], hybrid_window=6, hybrid_full_heads=[[2, 3]])
+    model = make_hybrid(pattern=pattern, dtype=torch.float32, **(sizes if pattern == "beside-only" else {})).eval()
+    ids, graphs = random_ids(1, 96), []
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def backend(graph, inputs):
+        graphs.append(
+            {t.shape[1] for t in inputs if isinstance(t, torch.Tensor) and t.dtype == torch.int64 and t.ndim == 2}
+        )
+        return graph
+
+    compiling = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    compiling._compile_all_devices = True
+    chunks = dict(cache_implementation="static", prefill_chunk_size=32, compile_config=compiling)
+    found = model.generate(ids, **chunks, **options)
+    assert torch.equal(found, model.generate(ids, **options))
+    assert graphs == [{32}, {32}, {1}]
+
+
 def test_flex_attention_is_not_compiled_for_every_length(monkeypatch):
     model = make_hybrid(pattern="beside-only", dtype=torch.float32, **ONE_LAYER)
     counter = CompileCounterWithBackend("aot_eager")
