@@ -1,6 +1,6 @@
-"""The teacher as a model of the student's own class, every layer attention, whole or one block at a time.
+"""The teacher as a model of the hybrid's own class, every layer attention, whole or one block at a time.
 
-With every layer kept, the student's class computes the teacher exactly (the tests compare logits), so alignment needs
+With every layer kept, the hybrid's class computes the teacher exactly (the tests compare logits), so alignment needs
 no class per teacher family, and a block can hold the attention it has and the mixer it is to have side by side.
 
 Shapes: B batch, L length, D model width, H heads, Q queries.

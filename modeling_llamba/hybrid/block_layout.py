@@ -100,12 +100,6 @@ class Blocks(NamedTuple):
         context = F.pad(context, (0, 0, self.context - self.before, 0), value=empty)
         return torch.cat([held[:, :, :S], context, F.pad(new, (0, 0, 0, right), value=empty)], dim=2)
 
-    def salience(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        """Salience of all columns (B, T), where rows are alike; -inf in those without a token."""
-        if held is not None:
-            held = held[:, None, :, None]
-        return self.in_columns(held, new[:, None, :, None], -torch.inf)[:, 0, :, 0]
-
     def held_after(
         self,
         held: Held | None,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..kernels.by_device import rows_of
+from ..kernels.by_device import marked_rows
 from ..model.precision import full_precision
 from .rounding import Rounding
 
@@ -213,7 +213,7 @@ def open_block(held: Held, shape: BlockShape) -> Held:
 def open_blocks(held: Held, shape: BlockShape, next_index: torch.Tensor) -> Held:
     """Open a block in the rows whose next token (B,) begins one while their window is full."""
     opens = (next_index % shape.block == 0) & (next_index >= shape.window)
-    which = rows_of(opens)
+    which = marked_rows(opens)
     if which is not None:
         if len(which) == 0:
             return held

@@ -38,7 +38,7 @@ A step writes one column and does 4 to 6 for one query; a block is opened every 
 
 The layer projects, and a backend computes what lies between (kernels/backend.py): prompt.py and step.py are PyTorch's
 operations, near.py their softmax attention and readout.py their states. On a GPU Triton kernels around flex_attention
-do 3 to 6, on a CPU functions in C 3, 5 and 6.
+do 3 to 6, and rotate queries and keys; on a CPU functions in C do 3, 5 and 6.
 
 Shapes: B batch, L length, D model width, H heads, H' heads with a window, K key/value heads, R heads per key/value
 head, P head dim, N state, F planes and other dims, F' slow planes and other slow dims, E block, n whole blocks, S

@@ -106,10 +106,12 @@ class HybridLayer(CacheLayerMixin):
         if self.held is None:
             self._hold(Held.empty(shape, tokens))
         backend = backend_for(self.held.salience, shape.key_rounding.backend)
+        opens = start is not None and start % shape.block == 0 and start >= shape.window
         if tokens.index.shape[1] == 1 and backend.write_one(self.held, tokens, shape):
-            self.readout = None
+            if opens or start is None:
+                self.readout = None
         elif start is not None:
-            if start % shape.block == 0 and start >= shape.window:
+            if opens:
                 self._hold(backend.open_blocks(self.held, shape, self.held.seen, in_all_rows=True))
             held = self.held
             length = tokens.index.shape[1]

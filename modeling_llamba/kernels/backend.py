@@ -2,7 +2,8 @@
 
 PyTorch's operations (torch_backend.py) are the reference, and all that a checkpoint carries. Faster ones are in the
 installed package: functions in C for a CPU, Triton kernels for a GPU. A backend is a class with the operations of
-`TorchBackend`, and a line of `BACKENDS`; nothing else asks where something runs.
+`TorchBackend`, and a line of `BACKENDS`. Nothing else asks where something runs, but for softmax.py and by_device.py,
+which choose among PyTorch's own functions.
 """
 
 import importlib

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from transformers.utils import is_torchdynamo_compiling
 
 
-def rows_of(marked: torch.Tensor) -> torch.Tensor | None:
+def marked_rows(marked: torch.Tensor) -> torch.Tensor | None:
     """Numbers of the rows that are marked (B,); None where the host would wait for a device, or a graph break."""
     if is_torchdynamo_compiling() or marked.device.type != "cpu":
         return None

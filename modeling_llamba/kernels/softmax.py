@@ -70,7 +70,9 @@ def attend(
     if bias is not None:
         scores = scores + bias
     log_mass = scores.logsumexp(-1)
-    probabilities = F.dropout((scores - log_mass[..., None]).exp().to(values.dtype), dropout)
+    # a query to which all is hidden gets zeros, and not NaN, which would enter the cache
+    least = log_mass.clamp(min=torch.finfo(log_mass.dtype).min)
+    probabilities = F.dropout((scores - least[..., None]).exp().to(values.dtype), dropout)
     return probabilities @ values, log_mass
 
 

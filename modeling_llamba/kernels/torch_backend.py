@@ -32,6 +32,11 @@ class TorchBackend:
         """Return True if the operations take numbers of this type."""
         return True
 
+    def compiled(self, source) -> object | None:
+        """The library of functions in C of a source file, a Path, compiled beside the backend's own; None where it has
+        none."""
+        return None
+
     # Tokens before attention
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ import torch
 
 from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.kernels.backend import backend_for
-from modeling_llamba.kernels.c.c_backend import CBackend
 from modeling_llamba.kernels.c.c_library import SPAN, TYPES, Layer, int64s, library, pointer
 
 PAGES = Path(__file__).parent / "pages.c"
@@ -27,7 +26,7 @@ def runs_in_c(like: torch.Tensor, dtype: torch.dtype, setting: str) -> bool:
     Args:
         like: a tensor on the device. dtype: the model's. setting: `backend` of the configuration.
     """
-    return isinstance(backend_for(like, setting, dtype), CBackend) and library(PAGES) is not None
+    return backend_for(like, setting, dtype).compiled(PAGES) is not None
 
 
 def _rounding(rounding: Rounding, dtype: torch.dtype, rows: int) -> ctypes.Array:

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.timeout(600)
 def test_a_layer_launches_no_more_than_its_teacher(record_property):
-    """For a prompt, and half as much for a token."""
+    """For a prompt, and less than two thirds for a token."""
     command, own = (
         [sys.executable, "-m", "tests.kernels.host_time"],
         {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
@@ -23,4 +23,4 @@ def test_a_layer_launches_no_more_than_its_teacher(record_property):
         record_property(f"{what}, host time of a layer:", "; ".join(of_models))
     launches = {what: {name: each["launches"] for name, each in models.items()} for what, models in found.items()}
     assert launches["prompt"]["hybrid"] <= min(40, launches["prompt"]["teacher"])
-    assert launches["token"]["hybrid"] <= 26 < launches["token"]["teacher"]
+    assert launches["token"]["hybrid"] < launches["token"]["teacher"] * 2 / 3

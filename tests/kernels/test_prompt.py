@@ -9,6 +9,7 @@ import modeling_llamba.kernels.triton.triton_columns as fates
 import modeling_llamba.kernels.triton.triton_prompt as kernels
 from modeling_llamba.hybrid.block_layout import Layout
 from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims
+from modeling_llamba.hybrid.inputs import Projected
 from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.kernels.backend import BACKEND_VARIABLE
 from modeling_llamba.model.cache import new_cache
@@ -76,7 +77,7 @@ def test_the_fate_of_columns(sizes, start):
     salience = layout.salience(None if held is None else held.salience, new)
     holders, until = layout.select(salience)
     blocks = layout.sizes
-    salience = blocks.salience(None if held is None else held.salience, new)
+    salience[:, blocks.first_column + blocks.offset + blocks.new_tokens :] = -torch.inf  # as `lay_out` has it
     lost = fates.lose_columns(salience, blocks)
     real = slice(0, blocks.first_column + blocks.offset + blocks.new_tokens)
     assert torch.equal(lost.until[:, real].long(), until[:, real])
@@ -97,6 +98,39 @@ def test_the_fate_of_columns(sizes, start):
         for q, number in enumerate(numbers[0]):
             assert torch.equal(tiles[1][row, 0, q, :number], plain.kv_indices[row, 0, q, :number])
             assert not tiles[1][row, 0, q, number:].any()
+
+
+@pytest.mark.parametrize("start", [0, 5, 200])
+@pytest.mark.parametrize("bits", [16, 8, 6])
+@torch.no_grad()
+def test_columns_and_slots(start, bits):
+    """Keys, values, salience and queries lie where PyTorch's operations put them, rows of bytes as numbers."""
+    roundings = Rounding.of_pair(bits, 16)
+    shape = BlockShape(4, 7, 2, 5, SlowDims(8, 4), *roundings)
+    length = 300
+    held, layout = layouts(shape, length, start)
+    key, value, query = (torch.randn(2, length, heads, 16, device=DEVICE).transpose(1, 2) for heads in (1, 1, 3))
+    salience = torch.randn(2, length, device=DEVICE)
+    rows = [rounding.encode(t) for rounding, t in zip(roundings, (key, value), strict=True)]
+    past = None
+    if held is not None:
+        vectors = torch.randn(2, 2, 1, shape.places + shape.window, 16, device=DEVICE)
+        past = [rounding.encode(t) for rounding, t in zip(roundings, vectors, strict=True)]
+        held = held._replace(keys=past[0], values=past[1])
+    found = fates.lay_out(Projected(query, None, key, value, salience, *rows), held, layout.sizes)
+    for own, rounding, new, former in zip(found[:2], roundings, rows, past or (None, None), strict=True):
+        new = rounding.decode(new, torch.float32)
+        former = None if former is None else rounding.decode(former, torch.float32)
+        torch.testing.assert_close(own, layout.columns(former, new), rtol=1e-5, atol=1e-6)
+    real = slice(0, layout.sizes.window_columns.stop)
+    salience = layout.salience(None if held is None else held.salience, salience)
+    assert torch.equal(found.salience[:, real], salience[:, real])
+    assert (found.salience[:, real.stop :] == -torch.inf).all()
+    slots = layout.in_order(layout.queries(query, (1, 3))).transpose(1, 2)
+    both = min(slots.shape[2], found.query.shape[2])  # each has room for its own whole parts
+    assert torch.equal(found.query[:, :, :both], slots[:, :, :both])
+    assert not found.query[:, :, both:].any()
+    assert not slots[:, :, both:].any()
 
 
 @torch.no_grad()

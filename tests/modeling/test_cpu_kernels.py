@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from modeling_llamba.hybrid.eviction import BlockShape, Held, SlowDims, open_blocks
 from modeling_llamba.hybrid.rounding import Rounding, hadamard
-from modeling_llamba.kernels import backend
+from modeling_llamba.kernels import backend, softmax
 from modeling_llamba.kernels.c import c_functions, c_library
+from modeling_llamba.kernels.torch_backend import TorchBackend
 from modeling_llamba.model.cache import new_cache
 from modeling_llamba.model.config_values import CACHE_BITS
 from tests.helpers.hybrid_step import (
@@ -121,12 +122,19 @@ def test_fewer_registers_do_the_same(capability, bits, monkeypatch):
         check_attention_to_rows(bits, (dim, 5, 70, None, False), torch.float32)
 
 
+@pytest.mark.parametrize("by", ["C", "PyTorch's fused attention", "PyTorch"])
 @torch.no_grad()
-def test_nothing_comes_of_hidden_columns_alone():
+def test_nothing_comes_of_hidden_columns_alone(monkeypatch, by):
+    """Padding that is fed token by token sees nothing, and what came of it must not be NaN in later keys."""
     query, keys = torch.randn(2, 2, 1, 16), torch.randn(2, 1, 20, 16)
     bias = torch.zeros(2, 20)
     bias[1] = -torch.inf
-    output = c_functions.attend_to_rows(query, keys, keys, bias, 0.25, 0.0, 16, 16)
+    if by == "PyTorch":
+        monkeypatch.setattr(softmax, "_fuses", lambda *tensors: False)
+    if by == "C":
+        output = c_functions.attend_to_rows(query, keys, keys, bias, 0.25, 0.0, 16, 16)
+    else:
+        output = TorchBackend().attend_to_rows(query, keys, keys, Rounding.of_pair(16, 16), bias, 0.25, None)
     assert output[0].any()
     assert not output[1].any()
 

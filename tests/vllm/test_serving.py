@@ -18,6 +18,8 @@ from tests.vllm.conftest import ROOT, SETTINGS, greedy, reference, start_referen
 from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS, ROUNDED
 
 pytestmark = pytest.mark.vllm
+IS_SECOND = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+ON_THE_FIRST = pytest.mark.skipif(IS_SECOND, reason="compilers and other processes would want Triton for CPUs")
 REFUSED = {"experts": "Experts are not served", "mamba1": "mamba1 is not served"}
 SERVED = [CONVERTED, *(name for name in CASES if name not in REFUSED)]
 # by vLLM's default flags, which compile what lies between the layers and a hybrid layer's step: a minute each
@@ -62,8 +64,7 @@ def test_tokens_and_log_probabilities_are_transformers(name, engine, models, pro
 def test_the_model_runner_is_the_one_that_was_asked_for(engine):
     """The second needs Triton, which tests of it bring along (model_runner_v2.py)."""
     runner = engine("hybrid", enforce_eager=True).llm_engine.model_executor.driver_worker.worker.model_runner
-    is_second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-    assert (".gpu.model_runner" in str([c.__module__ for c in type(runner).__mro__])) == is_second
+    assert (".gpu.model_runner" in str([c.__module__ for c in type(runner).__mro__])) == IS_SECOND
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
@@ -139,6 +140,7 @@ def test_bfloat16_is_near_float32(name, engine, models, prompts):
     assert alike >= 0.6 * NEW_TOKENS * len(prompts)
 
 
+@ON_THE_FIRST
 def test_few_bits_are_compiled_alike(engine, models, prompts):
     """Equal to transformers up to a request's first other token, which a number between two codes decides."""
     alike = 0
@@ -153,6 +155,7 @@ def test_few_bits_are_compiled_alike(engine, models, prompts):
     assert alike >= 0.9 * NEW_TOKENS * len(prompts)
 
 
+@ON_THE_FIRST
 @pytest.mark.parametrize("name", COMPILED)
 def test_what_is_compiled_is_the_same(name, engine, models, prompts):
     llm = engine(name)
@@ -405,6 +408,7 @@ def server(models, tmp_path):
         yield client
 
 
+@ON_THE_FIRST
 def test_chat_streams_and_stops(server, models, prompts):
     """What is streamed is what is given at once, transformers' greedy words, and ends before a stop string."""
     chat = dict(model="hybrid", messages=[{"role": "user", "content": "w20 w21 w22"}], temperature=0, max_tokens=16)
@@ -428,6 +432,7 @@ def test_chat_streams_and_stops(server, models, prompts):
 QUESTIONS = 40
 
 
+@ON_THE_FIRST
 def test_a_teachers_answers_are_made_by_a_server(models, tmp_path):
     """SeqKD: killed half-way, refused without a server, gone on with another; the answers that transformers gives.
 

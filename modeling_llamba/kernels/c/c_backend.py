@@ -1,5 +1,8 @@
 """The backend of functions in C, for a CPU with a C compiler."""
 
+import ctypes
+from pathlib import Path
+
 import torch
 
 from ...hybrid.block_layout import Layout
@@ -25,6 +28,10 @@ class CBackend(TorchBackend):
     def computes(self, dtype: torch.dtype) -> bool:
         """Return True if the functions read numbers of this type."""
         return dtype in TYPES
+
+    def compiled(self, source: Path) -> ctypes.CDLL | None:
+        """See `TorchBackend.compiled`."""
+        return library(source)
 
     def encode(self, vectors: torch.Tensor, rounding: Rounding) -> torch.Tensor:
         """See `TorchBackend.encode`."""

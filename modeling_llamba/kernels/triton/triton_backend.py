@@ -49,7 +49,9 @@ class TritonBackend(FlexBackend):
     def encode_pair(self, key: torch.Tensor, value: torch.Tensor, roundings: tuple[Rounding, Rounding]):
         """See `TorchBackend.encode_pair`."""
         rounding = roundings[0]
-        if rounding != roundings[1] or not rounding.rounds or key.dtype != value.dtype or is_traced():
+        if rounding != roundings[1] or not rounding.rounds or key.dtype != value.dtype:
+            return super().encode_pair(key, value, roundings)
+        if is_traced() or type(key) is not torch.Tensor:
             return super().encode_pair(key, value, roundings)
         return triton_rounding.encode_pair(key.detach(), value.detach(), rounding.bits, rounding.groups)
 
@@ -131,7 +133,9 @@ class TritonBackend(FlexBackend):
 
 def _rotates(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> bool:
     """True where a kernel does it: without a gradient, and outside of a graph, whose compiler fuses it itself."""
-    return not torch.is_grad_enabled() and not is_traced() and triton_tokens.can_rotate(query, key, rotary)
+    if torch.is_grad_enabled() or is_traced() or type(query) is not torch.Tensor:
+        return False
+    return triton_tokens.can_rotate(query, key, rotary)
 
 
 def _takes_steps(shape: BlockShape) -> bool:

@@ -22,7 +22,7 @@ from ...hybrid.block_layout import Blocks
 from ...hybrid.eviction import Held, NewTokens
 from ...hybrid.inputs import Projected
 from ..flex import FLEX_BLOCK
-from .triton_rounding import numbers
+from .triton_rounding import numbers as numbers_of_rows
 from .triton_step import rotated, sortable
 
 TILE = FLEX_BLOCK
@@ -199,7 +199,7 @@ def laid(start, row, visible, d, P: tl.constexpr, BITS: tl.constexpr, GROUPS: tl
         t = tl.load(start + row[:, None] + d[None, :], mask=visible[:, None] & in_d[None, :], other=0.0)
         return t.to(tl.float32)
     else:
-        return rotated(numbers(start + row, visible, d, in_d, P, BITS, GROUPS), PART)
+        return rotated(numbers_of_rows(start + row, visible, d, in_d, P, BITS, GROUPS), PART)
 
 
 @triton.jit

@@ -6,9 +6,9 @@ the state, and the gate between the two. The equations are those of hybrid_atten
 operations run wherever this does not. Keys and values in rows of 8 bits (rounding.py) become numbers in registers: the
 query is rotated before they are attended to, and the output after.
 
-`write_one` writes the token, where only the device holds the lengths that decide which rows open a block: rows of
-different lengths, and a cache whose length is a tensor, as a CUDA graph needs it. PyTorch's operations (`open_blocks`
-of eviction.py) would open one in every row at every token, and keep it where it is needed.
+`write_one` writes the token and opens a block in the rows that begin one, also where only the device holds the lengths
+that decide it: rows of different lengths, and a cache whose length is a tensor, as a CUDA graph needs it. PyTorch's
+operations (`open_blocks` of eviction.py) would there open one in every row at every token, and keep it where needed.
 
 Shapes: B batch, H' heads with a window, K key/value heads, R heads per key/value head, P head dim, N state, F planes
 and other dims, F' slow planes and other slow dims, E block, C columns of the window, S places.
