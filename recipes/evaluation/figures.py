@@ -30,6 +30,7 @@ PAGES = {
     RESULTS / "shares.md": "quality",
     RESULTS / "ruler.md": "quality",
     RESULTS / "bits.md": "quality",
+    RESULTS / "rounded_keys.md": "quality",
     RESULTS / "mohawk.md": "quality",
     RESULTS / "ablations.md": "quality",
     RESULTS / "performance.md": "performance",
