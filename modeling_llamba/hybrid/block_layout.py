@@ -89,16 +89,16 @@ class Blocks(NamedTuple):
         begin = start + max(first, -(self.before // self.shape.block)) * self.shape.block
         return slice(begin, start + self.offset + self.length)
 
-    def in_columns(self, held: torch.Tensor | None, new: torch.Tensor, empty: float = 0.0) -> torch.Tensor:
-        """Keys, values or salience of all columns (B, K, T, P), where rows are alike, from those held (B, K, S + C, P)
-        and the new (B, K, L, P); `empty` where there is none."""
+    def in_columns(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        """Keys or values of all columns (B, K, T, P), where rows are alike, from those held (B, K, S + C, P) and the
+        new (B, K, L, P); 0 where there is none."""
         S = self.shape.places
         right = self.blocks * self.shape.block - self.offset - self.length
         if held is None:
-            return F.pad(new, (0, 0, S, right), value=empty)
+            return F.pad(new, (0, 0, S, right))
         context = held[:, :, S : S + self.before + self.offset]
-        context = F.pad(context, (0, 0, self.context - self.before, 0), value=empty)
-        return torch.cat([held[:, :, :S], context, F.pad(new, (0, 0, 0, right), value=empty)], dim=2)
+        context = F.pad(context, (0, 0, self.context - self.before, 0))
+        return torch.cat([held[:, :, :S], context, F.pad(new, (0, 0, 0, right))], dim=2)
 
     def held_after(
         self,

@@ -245,9 +245,9 @@ class HybridAttention(TeacherAttention):
         if of_kept is not None:  # o_proj takes the heads in the teacher's order
             parts = []
             for of_some, kv_heads in ((output, self.windowed), (of_kept.to(output.dtype), self.kept)):
-                sizes = [(last - first) * self.shared for first, last in runs(kv_heads)]
-                starts = [first for first, _ in runs(kv_heads)]
-                parts += zip(starts, of_some.split(sizes, dim=2), strict=True)
+                together = runs(kv_heads)
+                sizes = [(last - first) * self.shared for first, last in together]
+                parts += zip(together, of_some.split(sizes, dim=2), strict=True)
             output = torch.cat([part for _, part in sorted(parts, key=itemgetter(0))], dim=2)
         mixed = self.o_proj(output.flatten(2))
         if features is None or self.down is None:

@@ -73,7 +73,8 @@ def launch(
     """
     source, (heads, length, *strides) = strided(source)
     count = math.prod(source.shape[:-1])
-    tensors, programs = [source, target], (-(-count // sizes["ROWS"]),)
+    tensors = [source, target]
+    programs = (-(-count // sizes["ROWS"]),)
     if kernel is encode_kernel:
         second, (*_, a, b, c) = strided(source if other is None else other[0])
         tensors += [second, target if other is None else other[1], a, b, c]
