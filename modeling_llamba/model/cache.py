@@ -11,6 +11,7 @@ and prompt lookup (`activate_past_recording`), and from then on a layer keeps a 
 Shapes: B batch, L length, K key/value heads, P head dim, I inner width.
 """
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -18,56 +19,18 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
+    DynamicLayer,
     LinearAttentionLayer,
     StaticCache,
     StaticLayer,
-    StaticSlidingWindowLayer,
 )
-from transformers.utils import is_torchdynamo_compiling
 
 from ..hybrid.eviction import BlockShape
 from ..hybrid.hybrid_cache import HybridLayer
 from ..hybrid.rounding import Rounding
 from .config_values import RECURRENT
 from .recording import NOT_RECORDED, Recording, Tensors, check_crop
-
-
-class StaticRows(StaticLayer):
-    """A static layer that holds keys and values in few bits, also if it is made before its first key.
-
-    transformers does that (`StaticCache.early_initialization`) with keys of the model's own type.
-    """
-
-    roundings: tuple[Rounding, Rounding]
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make room for rows of bytes, given rows or vectors (B, K, L, P)."""
-        rows = []
-        for rounding, t in zip(self.roundings, (key_states, value_states), strict=True):
-            if rounding.rounds and t.is_floating_point():
-                t = t.new_zeros(*t.shape[:-1], rounding.width(t.dtype), dtype=torch.uint8)
-            rows.append(t)
-        super().lazy_initialization(*rows)
-
-    @classmethod
-    def fit(cls, layer: StaticLayer, roundings: tuple[Rounding, Rounding]) -> None:
-        """Let a layer of transformers hold rows, in place.
-
-        Raises:
-            ValueError: it holds keys of another model, or is made for another kind of layer.
-        """
-        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
-            raise ValueError(f"The cache has a {type(layer).__name__} for attention; pass one made for this model.")
-        layer.__class__ = StaticSlidingRows if isinstance(layer, StaticSlidingWindowLayer) else cls
-        layer.roundings = roundings
-        if layer.is_initialized:
-            if not is_torchdynamo_compiling() and int(layer.get_seq_length()):
-                raise ValueError("The cache holds keys of another model; pass an empty one, or none.")
-            layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
-
-
-class StaticSlidingRows(StaticRows, StaticSlidingWindowLayer):
-    """A static layer of sliding attention that holds keys and values in few bits."""
+from .static_layers import StaticRows, dynamic_layer, static_layer
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -288,9 +251,62 @@ def record(cache: Cache | None, layer_idx: int, state: torch.Tensor | None, inpu
     return True
 
 
+def make_room(cache: DynamicCache, most: int) -> None:
+    """Give the layers of a cache room for `most` tokens, at addresses that stay, in place."""
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, HybridLayer):
+            layer.make_room(most)
+        elif isinstance(layer, DynamicLayer):
+            cache.layers[i] = static_layer(layer, most)
+
+
+def grow_again(cache: DynamicCache, length: int) -> None:
+    """Let the layers of a cache of `length` tokens, which `make_room` gave room, grow again."""
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, HybridLayer):
+            layer.grow_again(length)
+        elif isinstance(layer, StaticLayer):
+            cache.layers[i] = dynamic_layer(layer, length)
+
+
+def copied_layer(layer, length: int, padding: torch.Tensor | None):
+    """A copy of a layer, with `length` tokens of those that it holds.
+
+    Args:
+        padding: (B, 1), columns that stay free before the first token of each row, or None.
+    """
+    copied = copy.copy(layer)
+    if isinstance(layer, HybridLayer):
+        copied.held = layer.held.copied()
+        copied.kept = copied_layer(layer.kept, length, padding)
+        copied.length = length
+        copied.readout = None
+    elif isinstance(layer, LinearAttentionLayer):
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                own = {i: t.clone() if isinstance(t, torch.Tensor) else t for i, t in value.items()}
+                setattr(copied, name, own)
+    elif layer.is_initialized:
+        copied.keys, copied.values = (_moved(t, length, padding) for t in (layer.keys, layer.values))
+    return copied
+
+
+def _moved(t: torch.Tensor, length: int, padding: torch.Tensor | None) -> torch.Tensor:
+    """The first columns of keys or values (B, K, L, P), moved behind so much padding."""
+    if padding is None:
+        return t[:, :, :length].clone()
+    columns = (torch.arange(length, device=t.device) - padding).clamp(min=0)
+    return t.gather(2, columns[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
+
+
 def cache_nbytes(cache: Cache) -> int:
     """Bytes held by a cache, not counting what it records."""
-    return sum(t.numel() * t.element_size() for layer in cache.layers for t in tensors_of(layer))
+    return sum(t.numel() * t.element_size() for t in held_by(cache))
+
+
+def held_by(cache: Cache) -> list[torch.Tensor]:
+    """The tensors that a cache carries from call to call."""
+    return [t for layer in cache.layers for t in tensors_of(layer)]
 
 
 def tensors_of(layer) -> list[torch.Tensor]:

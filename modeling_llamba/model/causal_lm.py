@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import is_torchdynamo_compiling
 from transformers.utils.generic import can_return_tuple
 
 from ..compatibility import (
@@ -27,6 +28,7 @@ from ..compatibility import (
 )
 from ..hybrid.cache_checkpoint import CacheCheckpoint
 from .cache import RecurrentCache, cache_length, fit_cache, has_attention_layer, new_cache
+from .cuda_graphs import NOT_RECORDED, passes_of_a_call, run_as_graph, take_passes, takes_token
 from .hybrid_model import HybridModel, HybridPreTrainedModel
 
 
@@ -67,6 +69,10 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         """The cache after the tokens so far, to which `restore(cache)` takes it back when it has gone on."""
         return CacheCheckpoint(cache)
 
+    def logits_of(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits (..., vocab) of hidden states (..., D) after the final norm."""
+        return finish_logits(self.lm_head(hidden_states), self.config)
+
     @can_return_tuple
     def forward(
         self,
@@ -87,18 +93,23 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         The other arguments are those of the base model; labels of -100 are ignored, and `shift_labels` are labels that
         are shifted already.
         """
+        cache = one_cache(cache, past_key_values)
+        if not is_torchdynamo_compiling():
+            found = run_as_graph(self, input_ids, attention_mask, cache)
+            if found is not None:
+                return HybridCausalLMOutput(logits=found, **{CACHE_NAME: cache})
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cache=one_cache(cache, past_key_values),
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
         )
         if isinstance(logits_to_keep, int):
             logits_to_keep = slice(-logits_to_keep, None)
-        logits = finish_logits(self.lm_head(outputs.last_hidden_state[:, logits_to_keep]), self.config)
+        logits = self.logits_of(outputs.last_hidden_state[:, logits_to_keep])
         loss = aux_loss = None
         if labels is not None or shift_labels is not None:
             kwargs |= {"shift_labels": shift_labels, "vocab_size": self.config.vocab_size}
@@ -119,7 +130,11 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
-        return super().generate(*args, **renamed_cache(kwargs))
+        kwargs = renamed_cache(kwargs)
+        if kwargs.keys() & NOT_RECORDED:
+            return super().generate(*args, **kwargs)
+        with passes_of_a_call():
+            return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(
         self,
@@ -138,6 +153,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             ValueError: these tokens are needed, and `input_ids` has the new ones alone.
         """
         cache = one_cache(cache, past_key_values)
+        if takes_token(cache, next_sequence_length):
+            return {"input_ids": input_ids[:, -1:], OLD_CACHE_NAME: cache}
         past = cache_length(cache)
         given = input_ids.shape[1]
         length = past + (given if next_sequence_length is None else next_sequence_length)
@@ -161,6 +178,10 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         return inputs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+        self._prepare_cache(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        take_passes(self, generation_config, generation_mode, model_kwargs.get(CACHE_NAME))
+
+    def _prepare_cache(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         if generation_config.cache_implementation == "quantized":
             raise ValueError(
                 "A hybrid needs no cache_implementation='quantized': the bits of its cache are in its configuration "

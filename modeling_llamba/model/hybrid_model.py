@@ -371,11 +371,11 @@ class HybridModel(HybridPreTrainedModel):
             if mask_2d is None and seq_idx is None and certain:
                 start = past
             columns = index.shape[1] + (past if isinstance(past, int) else cache.get_max_length())
-            sink_rotary = self._sink_rotary(inputs_embeds, given_positions, index, columns)
+            sink_rotary = self.sink_rotary(given_positions, index, columns)
             masks["hybrid"] = HybridInputs(index, start, seq_idx, sink_rotary, masks.get("full_attention"))
         return masks
 
-    def _sink_rotary(self, inputs_embeds, position_ids, index, columns):
+    def sink_rotary(self, position_ids: torch.Tensor, index: torch.Tensor, columns: int) -> dict[str, Rotary] | None:
         """The embedding for queries that attend to sinks, none of them farther away than the teacher was trained for.
 
         Args:
@@ -387,4 +387,4 @@ class HybridModel(HybridPreTrainedModel):
         if columns <= self.config.hybrid_sink_reach:
             return None
         too_far = (index - self.config.hybrid_sink_reach).clamp(min=0)
-        return self.rotary(inputs_embeds, position_ids - too_far)
+        return self.rotary(self.embed_tokens.weight, position_ids - too_far)

@@ -9,6 +9,7 @@ import modeling_llamba.kernels.triton.scans as scans
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_llamba.compatibility import cache_of
 from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+from modeling_llamba.model.cuda_graphs import REFUSED, VARIABLE
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
 from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED
@@ -150,6 +151,26 @@ def test_generate_with_a_static_cache(launches):
     mask[1, :3] = 0
     padded = model.generate(ids, attention_mask=mask, cache_implementation="static", **options)
     assert torch.equal(padded.sequences, model.generate(ids, attention_mask=mask, **options).sequences)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_generate_by_cuda_graphs(monkeypatch, name):
+    """Its first prompt and tokens, and those of graphs that are there."""
+    model, ids = make_model(name), random_ids(2, PROMPT)
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    options = dict(max_new_tokens=12, eos_token_id=None, do_sample=False, output_logits=True)
+    options |= dict(return_dict_in_generate=True)
+    for padding in (None, mask):
+        monkeypatch.setenv(VARIABLE, "0")
+        expected = model.generate(ids, attention_mask=padding, **options).logits
+        monkeypatch.setenv(VARIABLE, "1")
+        for _ in range(2):
+            found = model.generate(ids, attention_mask=padding, **options).logits
+            assert relative_error(torch.stack(found), torch.stack(expected)) < 5e-3
+    assert model not in REFUSED
 
 
 LAYOUTS = {  # of a row of 20 and 50 tokens

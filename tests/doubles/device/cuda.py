@@ -9,6 +9,8 @@ from unittest import mock
 import torch
 from torch.utils._device import _device_constructors
 
+from .graph import graph_of
+
 if TYPE_CHECKING:
     from .standin import StandIn
 
@@ -67,7 +69,8 @@ def replaced(stand_in: "StandIn") -> Iterator[None]:
 
     of_c = {
         "_cuda_getDevice": get_device, "_cuda_setDevice": exchange_device, "_cuda_synchronize": wait,
-        "_cuda_emptyCache": lambda: None, "_cuda_memoryStats": stats, "_cuda_resetPeakMemoryStats": reset_peak,
+        "_cuda_emptyCache": lambda: None, "_host_emptyCache": lambda: None, "_cuda_memoryStats": stats,
+        "_cuda_resetPeakMemoryStats": reset_peak,
         "_accelerator_getDeviceIndex": get_device, "_accelerator_setDeviceIndex": exchange_device,
         "_accelerator_synchronizeDevice": wait,
     }  # fmt: skip
@@ -76,7 +79,8 @@ def replaced(stand_in: "StandIn") -> Iterator[None]:
         "_initialized": True, "default_generators": stand_in.generators,
         "_exchange_device": exchange_device, "_maybe_exchange_device": exchange_device,
         "_get_device_properties": properties, "_cudart": types.SimpleNamespace(cudaMemGetInfo=free_and_total),
-        "is_current_stream_capturing": lambda: False, "Stream": Stream, "Event": Stream, "stream": Stream,
+        "is_current_stream_capturing": lambda: stand_in.tape is not None, "CUDAGraph": graph_of(stand_in),
+        "graph_pool_handle": lambda: (0, 1), "Stream": Stream, "Event": Stream, "stream": Stream,
         "current_stream": Stream, "default_stream": Stream, "set_stream": lambda stream: None,
     }  # fmt: skip
     _device_constructors()  # which are kept, and must be PyTorch's own

@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from . import cuda
+from .graph import Tape
 from .native import accelerator
 from .tensor import ACTIVE, DeviceTensor
 
@@ -96,6 +97,7 @@ class StandIn:
         # of the device, by what C++, which forgets their class, keeps of them
         self.made = {generator._cdata: generator for generator in self.generators}
         self.counts: list[Counts] = []
+        self.tape: Tape | None = None
 
     def __enter__(self) -> "StandIn":
         assert not ACTIVE, "one stand-in at a time"
@@ -135,7 +137,9 @@ class StandIn:
         return self.books[device].at_peak
 
     def note_wait(self, what: object) -> None:
-        """The host waits for the device."""
+        """The host waits for the device, which it cannot while a graph is captured."""
+        if self.tape is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
         for counts in self.counts:
             counts.waits[str(what)] += 1
 
@@ -159,7 +163,11 @@ class StandIn:
 
     def make(self, op: OpOverload, *args: Any, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
         """Carry out an operation that makes a tensor from nothing."""
-        return DeviceTensor(op(*args, **options), self.indexed(device))
+        return DeviceTensor(self.taped(_made, op, args, options), self.indexed(device))
+
+    def taped(self, carry_out: Callable, op: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """Carry out an operation in the host's memory, and write it down if a graph is captured."""
+        return carry_out(op, args, kwargs) if self.tape is None else self.tape.carry_out(carry_out, op, args, kwargs)
 
     def indexed(self, device: torch.device | str | int | None) -> torch.device:
         """A device with its number; `cuda` is the current one."""
@@ -180,6 +188,10 @@ class StandIn:
         if given._cdata not in self.made:
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
         return given
+
+
+def _made(op: OpOverload, args: tuple, kwargs: dict) -> torch.Tensor:
+    return op(*args, **kwargs)
 
 
 def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

@@ -96,7 +96,8 @@ def run(op, args: tuple, kwargs: dict) -> Any:
     if draws(op):
         kwargs = kwargs | {"generator": stand_in.generator_of(device, kwargs.get("generator"))}
     hosts = {id(t.host): t for t in ours} | {id(t): t for t in theirs}
-    out = _carried_out(op, _on_host(args), _on_host(kwargs))
+    args, kwargs = _on_host(args), _on_host(kwargs)
+    out = stand_in.taped(_carried_out, op, args, kwargs)
     for t in ours:
         if t.shape != t.host.shape or t.stride() != t.host.stride():  # of an `out`, or by resize_, t_ and the like
             t.data = DeviceTensor(t.host, t.device)

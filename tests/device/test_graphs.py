@@ -1,0 +1,269 @@
+"""CUDA graphs of prompts and tokens, on the stand-in: equal to passes without them, and nothing left to the host."""
+
+import functools
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from modeling_llamba.compatibility import CACHE_NAME, cache_of
+from modeling_llamba.model import cuda_graphs
+from modeling_llamba.model.cache import held_by
+from modeling_llamba.model.cuda_graphs import CHECKED, PROMPTS, REFUSED, VARIABLE, Recorded, TokenGraph, bucket_of
+from tests.device.conftest import IS_THERE
+from tests.doubles.device import StandIn
+from tests.helpers.hybrids import make_hybrid
+from tests.helpers.teachers import random_ids
+
+if IS_THERE:
+    pytest.skip("counts what the stand-in can count", allow_module_level=True)
+NEW = 12
+OPTIONS = dict(
+    max_new_tokens=NEW, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
+)
+MODELS = {
+    "hybrids": dict(pattern="beside-only"),
+    "phimamba": dict(pattern="beside-only", family="phimamba"),
+    "few bits": dict(pattern="beside-only", head_dim=16, window_bits=8, full_attention_bits=[6, 4]),
+    "far sinks": dict(pattern="beside-only", hybrid_sink_reach=20),
+    "of every kind": dict(pattern="every"),
+    "attention": dict(pattern="attention"),
+    "discrete_mamba2": dict(pattern="hybrid"),
+    "mamba2": dict(pattern="hybrid", mixer="mamba2"),
+    "mamba1": dict(pattern="hybrid", mixer="mamba1"),
+    "shared state": dict(pattern="shared"),
+}
+LENGTHS = (31, 32, 33, 64)
+"""Tokens of a prompt on both sides of each bucket."""
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A stand-in; buckets are small there."""
+    monkeypatch.setattr(cuda_graphs, "BUCKETS", (32, 64))
+    with StandIn() as device:
+        yield device
+
+
+def make_model(name):
+    return make_hybrid(**MODELS[name] | dict(dtype=torch.float32)).cuda()
+
+
+def text(length, padding=0):
+    """Two rows, of which one begins with padding."""
+    ids = random_ids(2, length).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+def without(model, *arguments, **options):
+    """`generate` without graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "0")
+        return model.generate(*arguments, **options)
+
+
+def check_equal(found, expected):
+    got, wanted = (torch.stack(outputs.logits, dim=1).cpu() for outputs in (found, expected))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def replays(device, call):
+    """How many graphs ran during a call, and what it returned."""
+    with device.counting() as counts:
+        result = call()
+    return counts.kernels["replay"], result
+
+
+def test_a_bucket_is_at_most_twice_as_long_as_a_prompt():
+    lengths = [127, 128, 256, 257, 511, 512, 2049, 4096, 4097]
+    assert [bucket_of(length) for length in lengths] == [None, 256, 256, 512, 512, 512, 4096, 4096, None]
+
+
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_give_what_passes_give(device, name, padding):
+    """Both sides of each bucket, the second call by the graphs of the first, and a second turn on what was held."""
+    model = make_model(name)
+    for length in LENGTHS:
+        first, second = text(length, padding), text(5)["input_ids"]
+        expected = without(model, **first, **OPTIONS)
+        count, found = replays(device, functools.partial(model.generate, **first, **OPTIONS))
+        assert count == 1 + NEW - 2
+        check_equal(found, expected)
+        turns = []
+        for generate, before in ((without, expected), (type(model).generate, found)):
+            ids = torch.cat([before.sequences, second], dim=1)
+            mask = torch.cat([first["attention_mask"], torch.ones_like(ids[:, length:])], dim=1)
+            turns.append(generate(model, ids, attention_mask=mask, **{CACHE_NAME: cache_of(before)}, **OPTIONS))
+        check_equal(turns[1], turns[0])
+        for a, b in zip(held_by(cache_of(turns[1])), held_by(cache_of(turns[0])), strict=True):
+            assert a.shape == b.shape
+    assert model not in REFUSED
+    assert model in CHECKED
+
+
+@pytest.mark.parametrize("name", ["hybrids", "few bits", "of every kind"])
+def test_nothing_is_left_to_the_host(device, name, monkeypatch):
+    """A token is one copy, one graph and one copy; a prompt is put in place, and what is held copied out."""
+    model, tokens, prompts, where = make_model(name), [], [], []
+
+    def counted(method, into):
+        def run(self, *arguments):
+            with device.counting() as counts:
+                result = method(self, *arguments)
+            into.append(counts)
+            return result
+
+        return run
+
+    model.generate(**text(50), **OPTIONS)
+    monkeypatch.setattr(TokenGraph, "run", counted(TokenGraph.run, tokens))
+    monkeypatch.setattr(cuda_graphs.PromptGraph, "run", counted(cuda_graphs.PromptGraph.run, prompts))
+    replay = Recorded.run
+
+    def noted(self):
+        result = replay(self)
+        where.append((id(self), result.data_ptr()))
+        return result
+
+    monkeypatch.setattr(Recorded, "run", noted)
+    found = model.generate(**text(40), **OPTIONS)
+    assert [dict(counts.kernels) for counts in tokens[2:]] == [
+        {"replay": 1, "aten.copy_.default": 1, "aten.clone.default": 1}
+    ] * (NEW - 3)
+    (prompt,) = prompts
+    assert prompt.kernels.pop("replay") == 1
+    assert {*prompt.kernels} <= {"aten.clone.default"}
+    assert prompt.launches <= 1 + len(held_by(cache_of(found))) + 2 * len(cache_of(found).layers)
+    assert not any(counts.syncs for counts in [prompt, *tokens[2:]])
+    assert len(where) == NEW - 1
+    assert len({*where}) == 2  # one of the prompt, one of the tokens
+
+
+def test_a_graph_reads_weights_where_they_are(device):
+    """Changed in place they are those of the graph; elsewhere they are other graphs'."""
+    model, prompt = make_model("hybrids"), text(50)
+    model.generate(**prompt, **OPTIONS)
+    graphs = PROMPTS[model]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    check_equal(model.generate(**prompt, **OPTIONS), without(model, **prompt, **OPTIONS))
+    assert PROMPTS[model] is graphs
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data = weight.detach() * 2
+    check_equal(model.generate(**prompt, **OPTIONS), without(model, **prompt, **OPTIONS))
+    assert PROMPTS[model] is not graphs
+    assert model not in REFUSED
+
+
+def hooked(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+
+def adapted(model):
+    mlp = model.model.layers[0].mlp
+    mlp.base_layer = mlp.down_proj
+
+
+CALLS = {
+    "beams": (dict(num_beams=2), None),
+    "drafts": (dict(prompt_lookup_num_tokens=3), None),
+    "hidden states": (dict(output_hidden_states=True), None),
+    "a static cache": (dict(cache_implementation="static", disable_compile=True), None),
+    "chunks": (dict(prefill_chunk_size=16), None),
+    "no cache": (dict(use_cache=False), None),
+    "hooks": ({}, hooked),
+    "another module": ({}, adapted),
+    "training": ({}, lambda model: model.train()),
+    "eager attention": ({}, lambda model: model.set_attn_implementation("eager")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_passes_that_are_not_recorded(device, name):
+    options, change = CALLS[name]
+    model, prompt = make_model("hybrids"), text(50)
+    if name == "drafts":
+        prompt = {key: t[:1] for key, t in prompt.items()}
+    if change is not None:
+        change(model)
+    expected = without(model, **prompt, **OPTIONS | options)
+    count, found = replays(device, lambda: model.generate(**prompt, **OPTIONS | options))
+    assert count == 0
+    assert torch.equal(found.sequences.cpu(), expected.sequences.cpu())
+
+
+@pytest.mark.parametrize("length", [10, 80])
+def test_prompts_without_a_bucket(device, length):
+    """Tokens after them are a graph all the same; few tokens are none."""
+    model, prompt = make_model("hybrids"), text(length)
+    expected = without(model, **prompt, **OPTIONS)
+    count, found = replays(device, lambda: model.generate(**prompt, **OPTIONS))
+    assert count == NEW - 2
+    check_equal(found, expected)
+    assert replays(device, lambda: model.generate(**prompt, **OPTIONS | dict(max_new_tokens=4)))[0] == 0
+
+
+@pytest.mark.parametrize("mask", ["inside", "nothing else"])
+def test_padding_that_a_graph_does_not_follow(device, mask):
+    model, prompt = make_model("hybrids"), text(50)
+    prompt["attention_mask"][1, slice(20, 25) if mask == "inside" else slice(None)] = 0
+    count, found = replays(device, lambda: model.generate(**prompt, **OPTIONS))
+    assert count == 0
+    check_equal(found, without(model, **prompt, **OPTIONS))
+
+
+def test_prompts_of_two_threads(device):
+    """One of them is computed without a graph."""
+    model, prompt = make_model("hybrids"), text(50)
+    expected = model.generate(**prompt, **OPTIONS)
+    with PROMPTS[model].lock:
+        count, found = replays(device, lambda: model.generate(**prompt, **OPTIONS))
+    assert count == NEW - 2
+    check_equal(found, expected)
+
+
+@pytest.mark.parametrize("fault", ["waits", "differs"])
+@pytest.mark.parametrize("of", [cuda_graphs.PromptGraph, TokenGraph])
+def test_a_fault_of_a_graph_is_said_and_left_behind(device, monkeypatch, caplog, fault, of):
+    """Where a pass looks at the device, or depends on more than a graph can follow, results are those without it."""
+    model, prompt = make_model("hybrids"), text(50)
+    expected = without(model, **prompt, **OPTIONS)
+    compute = of.compute
+
+    def faulty(*arguments):
+        logits = compute(*arguments)
+        if fault == "waits":
+            return logits * logits.abs().max().clamp(1, 1).item()
+        return logits * (2 if device.tape is not None else 1)
+
+    monkeypatch.setattr(of, "compute", faulty)
+    check_equal(model.generate(**prompt, **OPTIONS), expected)
+    assert model in REFUSED
+    assert "goes on without CUDA graphs" in caplog.text
+    count, found = replays(device, lambda: model.generate(**prompt, **OPTIONS))
+    assert count == 0
+    check_equal(found, expected)
+
+
+def test_room_that_ends_is_made_anew(device, monkeypatch):
+    model, prompt = make_model("few bits"), text(50, padding=9)
+    options = OPTIONS | dict(max_new_tokens=20)
+    expected = without(model, **prompt, **options)
+    monkeypatch.setattr(cuda_graphs, "ROOM", -45)  # room for 55, then 65, then 70 tokens
+    count, found = replays(device, lambda: model.generate(**prompt, **options))
+    assert count == 1 + 4 + 9 + 3
+    check_equal(found, expected)
+
+
+def test_what_is_returned_goes_on_without_limits(device):
+    """The cache of a call grows again, although its tokens had room for this call alone."""
+    model, prompt = make_model("few bits"), text(50)
+    cache = cache_of(model.generate(**prompt, **OPTIONS))
+    assert not isinstance(cache, StaticCache)
+    assert cache.get_seq_length() == 50 + NEW - 1
+    more = text(70)["input_ids"]
+    assert model(more, cache=cache).logits.shape[1] == 70
+    assert cache.get_seq_length() == 50 + NEW - 1 + 70
