@@ -80,7 +80,8 @@ def test_a_conversion(teacher, options, world, tmp_path):
             convert(str(world[teacher]), tmp_path / device, **options | {"alignment": alignment})
         assert (stand_in.peak() > 0) == (device == "cuda")
         assert stand_in.held() < 2**16
-    close = dict(rtol=1e-3, atol=1e-4 if IS_THERE else 1e-5)
+    # products of experts are summed in another order, which parameters of the mass show most
+    close = dict(rtol=1e-3, atol=3e-4 if IS_THERE or teacher == "experts" else 1e-5)
     check_alike(weights(tmp_path / "cuda"), weights(tmp_path / "cpu"), **close)
 
 
