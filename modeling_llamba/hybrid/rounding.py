@@ -193,7 +193,7 @@ def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return _hadamard(dim, dtype, device)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache  # never to be freed, as a CUDA graph may read it
 def _hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):  # a tensor of inference mode could not be used in training afterwards
         matrix = torch.ones(1, 1, dtype=torch.float64)

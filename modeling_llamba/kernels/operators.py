@@ -17,6 +17,20 @@ def is_traced() -> bool:
     return is_torchdynamo_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
 
 
+def remembered(make: Callable) -> Callable:
+    """Keep the tensors of a function's latest calls for equal ones, but neither fill nor ask this memory while a CUDA
+    graph is recorded: the graph would go on reading a tensor that was forgotten, and thus freed."""
+    latest = functools.lru_cache(maxsize=64)(make)
+
+    @functools.wraps(make)
+    def run(*inputs):
+        # asked where there is no device, PyTorch raises
+        is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return make(*inputs) if is_recorded else latest(*inputs)
+
+    return run
+
+
 def as_operator(launch: Callable, changes: tuple[str, ...] = ()) -> Callable:
     """Make what launches kernels an operator of its own while a model is compiled or traced, which cannot look into
     it, and for tensors without memory.

@@ -11,7 +11,6 @@ Shapes: B batch, L length, H' heads with a window, K key/value heads, P head dim
 blocks.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from ...hybrid.block_layout import Blocks
 from ...hybrid.eviction import Held, NewTokens
 from ...hybrid.inputs import Projected
 from ..flex import FLEX_BLOCK
+from ..operators import remembered
 from .triton_rounding import numbers as numbers_of_rows
 from .triton_step import rotated, sortable
 
@@ -114,7 +114,7 @@ def lose_columns(salience: torch.Tensor, blocks: Blocks) -> Lost:
     return Lost(until, order, bounds)
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def numbered_blocks(batch: int, first: int, end: int, device: torch.device) -> torch.Tensor:
     """Numbers (B, blocks) int32 of the blocks up to `end`, 1 for the first; the same in most layers."""
     numbers = torch.arange(first, end, dtype=torch.int32, device=device).clamp_(min=1)

@@ -14,14 +14,13 @@ Shapes: B batch, L length, H' heads with a window, K key/value heads, R heads pe
 E block, S places, T columns, M mixed blocks.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from ...hybrid.block_layout import Blocks
 from ...hybrid.eviction import BlockShape
+from ..operators import remembered
 from .triton_columns import COUNTS, Lost, padded
 from .triton_step import gate_of, mass_of_query, mass_of_slow, slow_dims
 
@@ -53,7 +52,7 @@ def warps_of(slow_dims: int) -> int:
     return 4 if slow_dims <= 64 else 8
 
 
-@functools.lru_cache(maxsize=64)
+@remembered
 def numbered_slots(
     slots: int, first: int, block: int, first_column: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
