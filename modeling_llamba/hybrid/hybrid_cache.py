@@ -53,6 +53,7 @@ class HybridLayer(CacheLayerMixin):
         self.kept = dynamic_layer(self.kept, length)
         self.length = length
         self.most = None
+        self.readout = None  # a graph changes the state without a word
 
     @property
     def is_compileable(self) -> bool:

@@ -18,8 +18,11 @@ def is_traced() -> bool:
 
 
 def remembered(make: Callable) -> Callable:
-    """Keep the tensors of a function's latest calls for equal ones, but neither fill nor ask this memory while a CUDA
-    graph is recorded: the graph would go on reading a tensor that was forgotten, and thus freed."""
+    """Keep the tensors of a function's latest calls for equal ones.
+
+    While a CUDA graph is recorded, they are made anew: the graph would go on reading a tensor that was forgotten, and
+    thus freed.
+    """
     latest = functools.lru_cache(maxsize=64)(make)
 
     @functools.wraps(make)

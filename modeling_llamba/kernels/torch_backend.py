@@ -162,7 +162,8 @@ class TorchBackend:
             first = (t[:, :, :causal] for t in (projected.query, projected.key, projected.value))
             begin = attend_causally(heads, *first)
             if length <= causal:
-                return begin, None, None if tokens is None else Held.within_window(shape, tokens)
+                fits = tokens is not None and inputs.end_alike
+                return begin, None, Held.within_window(shape, tokens) if fits else None
         if not inputs.end_alike or inputs.start is None or inputs.seq_idx is not None:
             tokens = None
         return self.mix_blocks(heads, projected, inputs, held, begin, tokens)

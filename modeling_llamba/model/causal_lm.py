@@ -94,7 +94,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         are shifted already.
         """
         cache = one_cache(cache, past_key_values)
-        if not is_torchdynamo_compiling():
+        others = [labels, shift_labels, *(kwargs[name] for name in kwargs.keys() - {"return_dict"})]
+        if not is_torchdynamo_compiling() and all(value is None or value is False for value in others):
             found = run_as_graph(self, input_ids, attention_mask, cache)
             if found is not None:
                 return HybridCausalLMOutput(logits=found, **{CACHE_NAME: cache})

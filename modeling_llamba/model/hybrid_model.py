@@ -371,15 +371,17 @@ class HybridModel(HybridPreTrainedModel):
             if mask_2d is None and seq_idx is None and certain:
                 start = past
             columns = index.shape[1] + (past if isinstance(past, int) else cache.get_max_length())
-            sink_rotary = self.sink_rotary(given_positions, index, columns)
+            sink_rotary = self.sink_rotary(inputs_embeds, given_positions, index, columns)
             masks["hybrid"] = HybridInputs(index, start, seq_idx, sink_rotary, masks.get("full_attention"))
         return masks
 
-    def sink_rotary(self, position_ids: torch.Tensor, index: torch.Tensor, columns: int) -> dict[str, Rotary] | None:
+    def sink_rotary(
+        self, like: torch.Tensor, position_ids: torch.Tensor, index: torch.Tensor, columns: int
+    ) -> dict[str, Rotary] | None:
         """The embedding for queries that attend to sinks, none of them farther away than the teacher was trained for.
 
         Args:
-            index: (B, L), all below `columns`.
+            like: a tensor of the type and on the device of the result. index: (B, L), all below `columns`.
         """
         embeddings = (self.rotary_emb, self.local_rotary_emb)
         if any(e is not None and e.rope_type in LENGTH_DEPENDENT_ROTARY for e in embeddings):
@@ -387,4 +389,4 @@ class HybridModel(HybridPreTrainedModel):
         if columns <= self.config.hybrid_sink_reach:
             return None
         too_far = (index - self.config.hybrid_sink_reach).clamp(min=0)
-        return self.rotary(self.embed_tokens.weight, position_ids - too_far)
+        return self.rotary(like, position_ids - too_far)

@@ -25,6 +25,7 @@ MODELS = {
     "hybrids": dict(pattern="beside-only"),
     "phimamba": dict(pattern="beside-only", family="phimamba"),
     "few bits": dict(pattern="beside-only", head_dim=16, window_bits=8, full_attention_bits=[6, 4]),
+    "wide windows": dict(pattern="beside-only", hybrid_window=[64, 40], hybrid_block=8),
     "far sinks": dict(pattern="beside-only", hybrid_sink_reach=20),
     "of every kind": dict(pattern="every"),
     "attention": dict(pattern="attention"),
@@ -40,6 +41,7 @@ LENGTHS = (31, 32, 33, 64)
 @pytest.fixture
 def device(monkeypatch):
     """A stand-in; buckets are small there."""
+    monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.setattr(cuda_graphs, "BUCKETS", (32, 64))
     with StandIn() as device:
         yield device
@@ -256,6 +258,34 @@ def test_room_that_ends_is_made_anew(device, monkeypatch):
     count, found = replays(device, lambda: model.generate(**prompt, **options))
     assert count == 1 + 4 + 9 + 3
     check_equal(found, expected)
+
+
+def test_more_tokens_than_generate_counts(device):
+    """A cache is given, and of the text only what is new, while the mask covers all."""
+    model = make_model("hybrids")
+    found = {}
+    for graphs in "01":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(VARIABLE, graphs)
+            torch.manual_seed(1)
+            before, after = random_ids(1, 30).cuda(), random_ids(1, 60).cuda()
+            cache = cache_of(model(before, use_cache=True))
+            mask = torch.ones(1, 90, dtype=torch.long).cuda()
+            options = OPTIONS | dict(max_new_tokens=60)
+            found[graphs] = model.generate(after, attention_mask=mask, **{CACHE_NAME: cache}, **options)
+    check_equal(found["1"], found["0"])
+
+
+def test_a_turn_that_stays_in_the_open_block(device):
+    """What was read from a state before the graphs changed it is read anew."""
+    model = make_hybrid(pattern="beside-only", hybrid_window=16, hybrid_block=8, dtype=torch.float32).cuda()
+    prompt = text(48)
+    more = random_ids(2, 3).cuda()
+    turns = []
+    for generate in (functools.partial(without, model), model.generate):
+        cache = cache_of(generate(**prompt, **OPTIONS))  # 59 tokens
+        turns.append(model(more, **{CACHE_NAME: cache}).logits.cpu())
+    torch.testing.assert_close(turns[1], turns[0], rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_returned_goes_on_without_limits(device):

@@ -12,6 +12,7 @@ from tests.helpers.teachers import random_ids
 OPTIONS = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True)
 MODELS = {
     "few bits": dict(pattern="beside-only", head_dim=16, window_bits=8, full_attention_bits=[6, 4]),
+    "wide windows": dict(pattern="beside-only", hybrid_window=[64, 40], hybrid_block=8),
     "of every kind": dict(pattern="every", family="phimamba"),
 }
 
