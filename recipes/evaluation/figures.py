@@ -24,6 +24,7 @@ PAGES = {
     RESULTS / "compare.md": "compare",
     RESULTS / "real_caches.md": "compare",
     RESULTS / "other_teachers.md": "compare",
+    RESULTS / "qwen.md": "compare",
     RESULTS / "quality.md": "quality",
     RESULTS / "recall.md": "quality",
     RESULTS / "calibration.md": "quality",
