@@ -40,6 +40,7 @@ from .cache import MixerLayer, cache_length, copied_layer, grow_again, held_by, 
 
 logger = logging.get_logger(__name__)
 DEVICE = "cuda"
+"""Kind of device that has graphs."""
 VARIABLE = "HYBRID_CUDA_GRAPHS"
 """Environment variable that turns graphs on where it is 1."""
 BUCKETS = (256, 512, 1024, 2048, 4096)
@@ -88,7 +89,7 @@ class Recorded:
     def __init__(self, compute: Callable[[], torch.Tensor], device: torch.device, pool: object | None = None):
         self.graph = torch.cuda.CUDAGraph()
         stream = STREAMS.setdefault(device, torch.cuda.Stream(device))
-        mode = "thread_local"
+        mode = "thread_local"  # what other threads do with the device does not matter
         before = torch.cuda.current_stream(device)
         try:
             with torch.cuda.device(device), torch.cuda.graph(self.graph, pool, stream, capture_error_mode=mode):
@@ -229,6 +230,7 @@ class PromptGraphs:
 
 
 PROMPTS: "weakref.WeakKeyDictionary[nn.Module, PromptGraphs]" = weakref.WeakKeyDictionary()
+"""The graphs of each model's prompts, for as long as the model is there."""
 
 
 def graphs_of(model: nn.Module) -> PromptGraphs:
@@ -253,7 +255,10 @@ class TokenGraph:
     def __init__(
         self, model: nn.Module, cache: Cache, length: int, most: int, rows: int, padding: torch.Tensor | None
     ):
-        self.model, self.cache, self.length, self.most = model, cache, length, most
+        self.model = model
+        self.cache = cache
+        self.length = length
+        self.most = most
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
         self.column = torch.full((1, 1), length, device=model.device)
         self.padding = torch.zeros_like(self.ids) if padding is None else padding
@@ -421,7 +426,8 @@ def take_passes(model: nn.Module, options: GenerationConfig, mode: GenerationMod
     """Let the passes of a call of `generate` with this cache be graphs, if they can be."""
     passes = PASSES.get()
     if passes is not None and _allows(model, options, mode) and _grows(cache):
-        passes.cache, passes.most = cache, options.max_length or 0
+        passes.cache = cache
+        passes.most = options.max_length or 0
 
 
 def takes_token(cache: Cache | None, length: int | None) -> bool:
@@ -470,7 +476,8 @@ def _allows(model: nn.Module, options: GenerationConfig, mode: GenerationMode) -
     ropes = (rope for rope in (config.rope_parameters, config.local_rope_parameters) if rope is not None)
     if any(rope["rope_type"] not in FIXED_ROTARY for rope in ropes) or getattr(config, "num_experts", None):
         return False
-    if len({*(getattr(model, "hf_device_map", None) or {"": 0}).values()}) > 1 or torch.is_autocast_enabled("cuda"):
+    places = getattr(model, "hf_device_map", None) or {}
+    if len({*places.values()}) > 1 or torch.is_autocast_enabled(DEVICE):
         return False
     if any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters()):
         return False
