@@ -25,8 +25,8 @@ COMPARE = Command(
     CompareOptions,
     compare_command,
     {"TEACHER": "teacher", "HYBRID...": "hybrids"},
-    {"--out": "output", **flags_of("html", "real", "text", "quick", "length", "rows", "first", "needle_rows", "speed",
-                                   "ruler", "dtype", "device", "trust_remote_code")},
+    {"--out": "output", **flags_of("html", "real", "beside", "text", "quick", "length", "rows", "first", "needle_rows",
+                                   "speed", "ruler", "dtype", "device", "trust_remote_code")},
     {**AS_JSON, "-q --quiet": "Print the tables, but no progress."},
 )  # fmt: skip
 

@@ -61,10 +61,10 @@ CONTINUED = 64
 AFTER = 128
 """Number of tokens that are judged after each context."""
 ROUNDED = {
-    "int8 cache": OtherCache(8),
-    "int4 cache": OtherCache(4),
-    "int3 cache": OtherCache(3),
-    "int2 cache": OtherCache(2, whole=128),
+    "int8": OtherCache(8),
+    "int4": OtherCache(4),
+    "int3": OtherCache(3),
+    "int2": OtherCache(2, whole=128),
 }
 """Caches in few bits; at 2 bits as many tokens are whole as KIVI has by default."""
 COPIED_ROWS = 4
@@ -141,8 +141,10 @@ class Comparison:
         """The teacher, its cache in few bits, and each hybrid with a window and an eviction of the same bytes."""
         whole = self._other("teacher", "teacher", OtherCache())
         yield whole._replace(reader=lambda ends: self.reference, model=lambda: nullcontext(self.teacher))
+        beside = self.options.beside
         for name, cache in ROUNDED.items():
-            yield self._other(name, "rounded cache", cache)
+            if name in beside:
+                yield self._other(f"{name} cache", "rounded cache", cache)
         if self.options.real:
             yield from map(self._real, REAL_CACHES)
         if self.options.real and is_llama_file(self.options.teacher):
@@ -150,12 +152,12 @@ class Comparison:
         for name, config in self.configs.items():
             short, nbytes = short_name(name, self.options.hybrids), cache_bytes(config, self.options.length)[1]
             yield self._hybrid(name, short, config)
-            for bits, kind in ((16, "window"), (8, "window, int8")):
+            for bits, kind in ((16, "window"), (8, "window, int8")) if "window" in beside else ():
                 cache = window_of_bytes(self.shapes, nbytes, bits)
                 if cache is not None:
                     yield self._other(f"{kind}, as {short}", kind, cache)
-            if all(shape.limit is not None for shape in self.shapes):
-                continue  # there is nothing to evict
+            if "eviction" not in beside or all(shape.limit is not None for shape in self.shapes):
+                continue  # or there is nothing to evict
             for kind, moments in zip(EVICTED, (False, True), strict=True):
                 pairs = pairs_of_bytes(self.shapes, nbytes, moments, self.options.length)
                 if pairs is not None:
@@ -196,8 +198,17 @@ class Comparison:
             lambda ends: read_after(self.teacher, self.own, self.context_scores, ends, pairs, moments),
         )  # fmt: skip
 
-    def measure(self, method: Method) -> Row:
-        """All figures of a method but speed."""
+    def measure(self, method: Method, folder: ResultsFolder, cell: str) -> Row:
+        """All figures of a method but speed; sizes, each text and recall are kept one by one."""
+        row = folder.cell("method", cell, self.sizes, method)
+        row["text"] = {
+            source.label: folder.cell("method", f"{cell} {source.label}", self.text, method, source)
+            for source in self.sources
+        }
+        return row | {"recall": folder.cell("method", f"{cell} recall", self.recall, method)}
+
+    def sizes(self, method: Method) -> Row:
+        """Bytes of a cache."""
         shown = contexts(self.teacher.config)
         return {
             "name": method.name,
@@ -208,8 +219,6 @@ class Comparison:
             "bytes_at": {str(2**k): method.nbytes(2**k) for k in EXPONENTS},
             "weight_bytes": method.weights,
             "sequences": GIBIBYTE // method.nbytes(self.options.length),
-            "text": {source.label: self.text(method, source) for source in self.sources},
-            "recall": self.recall(method),
         }
 
     def text(self, method: Method, source: TextSource) -> dict[str, Any]:
@@ -353,7 +362,7 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     } | {name: getattr(options, name) for name in ("length", "rows", "first", "needle_rows", "dtype", "device")}
     parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}, "continuation": CONTINUED}
     # results of before lack some figures, so that their methods are measured again
-    folder = ResultsFolder(Path(options.output), {"common": common, "method": {"version": 2}} | parts)
+    folder = ResultsFolder(Path(options.output), {"common": common, "method": {"version": 3}} | parts)
     if options.ruler:  # before anything is computed for nothing
         generators()
     if options.real:
@@ -372,7 +381,7 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     }  # fmt: skip
     for method in comparison.methods():
         cell = f"{method.name} {method.settings}"
-        row = folder.cell("method", cell, comparison.measure, method)
+        row = comparison.measure(method, folder, cell)
         lengths = options.ruler if method.model else ()
         row["ruler"] = {str(n): folder.cell("ruler", f"{cell} {n}", comparison.ruler, method, n) for n in lengths}
         row["continuations"] = {}

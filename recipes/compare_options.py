@@ -46,6 +46,9 @@ class CompareOptions:
     real: bool = False
     """Measure caches of few bits that libraries have, too: transformers' fp8, quanto and HQQ, and llama.cpp's where
     the teacher is a GGUF file; needs the extra `rivals`."""
+    beside: tuple[str, ...] = ("int8", "int4", "int3", "int2", "window", "eviction")
+    """Emulated caches to measure beside teacher and hybrids, with commas between them; [] for none. Without eviction,
+    which reads each context once more, a comparison takes half the time."""
     html: str | None = None
     """File for a page of tables and pictures, which opens without a network. For it each model goes on with each text,
     too."""
@@ -55,5 +58,9 @@ class CompareOptions:
     """Run the code that a repository brings along."""
 
     def __post_init__(self):
+        known = type(self).__dataclass_fields__["beside"].default
+        unknown = [name for name in self.beside if name not in known]
+        if unknown:
+            raise ValueError(f"--beside takes some of {', '.join(known)}; got {', '.join(unknown)}.")
         if self.length < 2 * self.first:
             raise ValueError(f"--length must be at least twice --first, {2 * self.first} tokens.")

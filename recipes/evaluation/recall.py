@@ -16,7 +16,7 @@ from convert.fit.text import beginning_of_text
 from .metrics import Reader
 
 NEEDLE = 8
-NEEDLE_DISTANCES = (100, 400, 1500, 3500, 7500)
+NEEDLE_DISTANCES = (100, 400, 1500, 3500, 7500, 15000, 30000)
 """Tokens between the needles of one text and the questions for them."""
 DIGITS = 5
 TOLD = " The pass key is {key}. Remember it: {key} is the pass key."

@@ -146,8 +146,8 @@ def test_everything_at_once(folder, tmp_path, monkeypatch):
     def refuse(*arguments):
         raise ValueError("computed again")
 
-    monkeypatch.setattr(comparison.Comparison, "measure", refuse)
-    monkeypatch.setattr(comparison.Comparison, "speed", refuse)
+    for what in ("sizes", "text", "recall", "speed"):
+        monkeypatch.setattr(comparison.Comparison, what, refuse)
     code, again, errors = compare(folder, tmp_path, "--json")
     assert code == 0, errors
     assert json.loads(again) == found, errors
@@ -267,23 +267,41 @@ def test_needles_lie_as_far_back_as_they_are_said_to():
 
 
 def test_what_was_finished_is_kept(folder, tmp_path, monkeypatch):
-    """A comparison that is stopped goes on at the method that was not finished."""
-    measure, measured = comparison.Comparison.measure, []
+    """A comparison that is stopped goes on where it was: the text of the third method is not read again."""
+    text, recall = comparison.Comparison.text, comparison.Comparison.recall
+    read, asked = [], []
+    monkeypatch.setattr(
+        comparison.Comparison, "text", lambda self, m, source: read.append(m.name) or text(self, m, source)
+    )
 
-    def once(self, method):
-        if len(measured) == 2:
+    def twice(self, method):
+        if len(asked) == 2:
             raise KeyboardInterrupt
-        measured.append(method.name)
-        return measure(self, method)
+        asked.append(method.name)
+        return recall(self, method)
 
-    monkeypatch.setattr(comparison.Comparison, "measure", once)
+    monkeypatch.setattr(comparison.Comparison, "recall", twice)
     assert compare(folder, tmp_path)[0] == 130
-    assert [row["name"] for row in json.loads((tmp_path / "compare.json").read_text())["methods"]] == measured
-    monkeypatch.setattr(comparison.Comparison, "measure", lambda self, m: measured.append(m.name) or measure(self, m))
+    assert [row["name"] for row in json.loads((tmp_path / "compare.json").read_text())["methods"]] == asked
+    monkeypatch.setattr(comparison.Comparison, "recall", lambda self, m: asked.append(m.name) or recall(self, m))
     code, said, errors = compare(folder, tmp_path)
     assert code == 0, errors
-    assert len(measured) == len(set(measured)) == 10
+    assert read == asked
+    assert len(asked) == len(set(asked)) == 10
     assert "| int4 cache |" in said
+
+
+def test_caches_beside_are_chosen(folder, tmp_path):
+    code, said, errors = compare(folder, tmp_path, "--beside", "int4,window", "--json")
+    assert code == 0, errors
+    names = ["teacher", "int4 cache", "hybrid", "window, as hybrid", "window, int8, as hybrid"]
+    assert [row["name"] for row in json.loads(said)["methods"]] == names
+    code, said, errors = compare(folder, tmp_path, "--beside", "[]", "--json")
+    assert code == 0, errors
+    assert [row["name"] for row in json.loads(said)["methods"]] == ["teacher", "hybrid"]
+    code, _, errors = compare(folder, tmp_path, "--beside", "int5")
+    assert code == 1
+    assert "--beside takes some of int8, int4, int3, int2, window, eviction; got int5." in errors
 
 
 def test_ruler_is_answered_with_each_cache(folder, tmp_path, quick_ruler):
