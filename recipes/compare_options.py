@@ -48,7 +48,7 @@ class CompareOptions:
     the teacher is a GGUF file; needs the extra `rivals`."""
     beside: tuple[str, ...] = ("int8", "int4", "int3", "int2", "window", "eviction")
     """Emulated caches to measure beside teacher and hybrids, with commas between them; [] for none. Without eviction,
-    which reads each context once more, a comparison takes half the time."""
+    which reads each context once more, a comparison is much shorter."""
     html: str | None = None
     """File for a page of tables and pictures, which opens without a network. For it each model goes on with each text,
     too."""
