@@ -34,6 +34,7 @@ from convert.tools.page import EXPONENTS, write_page
 
 from .compare_options import CompareOptions
 from .evaluate import fingerprint
+from .evaluation.budgets import EVICTED, HEAD, at_budgets
 from .evaluation.commit import project_commit
 from .evaluation.comparison_page import comparison_page, shown
 from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
@@ -73,7 +74,6 @@ SPEED_TOKENS, LONG = 8, 1024
 """Decoding steps that are timed, and number of tokens from which on a prompt is read once instead of three times."""
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
 """Sizes of a quick comparison."""
-EVICTED = ("eviction", "eviction and moments")
 GIBIBYTE = 2**30
 REAL, LLAMA = "transformers' cache", "llama.cpp's cache"
 AFTER_CONTEXTS = (*EVICTED, REAL)
@@ -466,6 +466,10 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         *table(["cache", "in 1 GiB", *shown_at, *(f"{name} and weights" for name in shown_at)], memory),
     ]  # fmt: skip
+    budgets = at_budgets(found)
+    if budgets:
+        lines += ["", "Caches of about the same size; peak: the largest size while a prompt is read:", ""]
+        lines += table(HEAD, budgets)
     answered = [row for row in methods if row["ruler"]]
     if answered:
         lengths = list(answered[0]["ruler"])

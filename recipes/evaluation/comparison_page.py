@@ -10,6 +10,7 @@ from convert.checkpoint.pictures import positions_picture
 from convert.layout.cache import break_even
 from convert.tools.page import Answer, Section, Table, drawn, layers_section, memory_section, page
 
+from .budgets import HEAD, at_budgets
 from .generation import common_prefix
 from .picture import mean_of, picture, points
 
@@ -29,6 +30,10 @@ def comparison_page(
     """
     methods, settings = found["methods"], found["settings"]
     sections = [quality_section(methods, settings), positions_section(methods)]
+    budgets = at_budgets(found)
+    if budgets:
+        text = "Peak is the largest size while a prompt is read; eviction reads the whole context before it evicts."
+        sections.append(Section("Caches of about the same size", text, table=Table("By budget", HEAD, budgets)))
     for number, (name, config) in enumerate(configs.items()):
         of_layers = layers_section(config, settings["length"], f"hybrid{number}")
         sections.append(of_layers._replace(heading=f"{name}: layers"))
