@@ -274,7 +274,8 @@ class AlignmentOptions:
     `none` does neither."""
     text: str = "default"
     """Text to fit on: `default` (in the package), `sampled` (drawn from the teacher), a .jsonl, .txt or
-    .parquet file, a folder of them, or a Hub data set as NAME:CONFIG:SPLIT."""
+    .parquet file, a folder of them, a Hub data set as NAME:CONFIG:SPLIT, or a .npy file of token ids, which the
+    teacher's tokenizer made."""
     column: str = "text"
     """Column of the data set that holds the text."""
     tokens: PositiveInt = 30720

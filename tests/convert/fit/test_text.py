@@ -2,6 +2,7 @@
 
 import json
 
+import numpy
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -13,6 +14,7 @@ from convert.fit.text import (
     beginning_of_text,
     calibration_rows,
     documents,
+    read_ids,
     sample_rows,
     token_rows,
 )
@@ -101,6 +103,45 @@ def test_rows_begin_as_the_tokenizer_begins_a_text(tmp_path):
     asks = ((rows < 43) | (rows > 45))[:, 1:].any(1)
     assert (rows[:, 0] == 1).all()
     assert 4 <= asks.sum() < len(rows)
+
+
+def test_token_ids_give_the_rows_of_their_text(tmp_path):
+    """A file of ids in uint16, cut like the text that it was made from, and read without it."""
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path / "teacher")
+    tokenizer(begins=True).save_pretrained(tmp_path / "teacher")
+    (tmp_path / "text.txt").write_text("w43 w44 w45 w9 " * 2000)
+    ids = tokenizer()((tmp_path / "text.txt").read_text(), add_special_tokens=False).input_ids
+    numpy.save(tmp_path / "ids.npy", numpy.array(ids, dtype=numpy.uint16))
+    rows = [
+        aligner_of(make_options(
+            str(tmp_path / "teacher"), "o", text=str(tmp_path / name), sequence_length=32, tokens=1024,
+            held_out_sequences=2,
+        )).ids
+        for name in ("text.txt", "ids.npy")
+    ]  # fmt: skip
+    assert torch.equal(*rows)
+    assert rows[1].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (numpy.zeros((2, 3), dtype=numpy.uint16), "one row of whole numbers"),
+        (numpy.zeros(9), "one row of whole numbers"),
+        (numpy.array([3, -1]), "one row of whole numbers"),
+        (numpy.array([{"a": 1}], dtype=object), "cannot be read as token ids"),
+        (b"w5 w6", "cannot be read as token ids"),
+        (None, "cannot be read as token ids"),
+    ],
+)
+def test_what_holds_no_token_ids_is_refused(tmp_path, content, said):
+    path = tmp_path / "ids.npy"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        numpy.save(path, content)
+    with pytest.raises(ValueError, match=said):
+        read_ids(str(path))
 
 
 def test_default_text_ships_and_is_enough_for_the_default(smollm2_gguf):
