@@ -1,82 +1,171 @@
-"""The first day on a GPU: parity of kernels, a conversion, `compare`, training and speed, in the order of worth.
+"""The first day on a GPU: parity of kernels, speed, conversions, `compare`, training, vLLM, in the order of worth.
 
-make first-day-on-a-gpu        or        python -m recipes.benchmarks.first_day [runs/first-day]
+make first-day-on-a-gpu        or        python -m recipes.benchmarks.first_day [runs/first-day] [--carried FOLDER]
 
-Each step is a process of its own, and one that fails or takes too long does not keep the next from running. What
-failed, and how, is on one page: OUTPUT/page.md, beside a log of each step.
+Each step is a process of its own, and one that fails or takes too long does not keep the next from running. The same
+command again takes the steps that are not done: conversions, comparisons and distillation go on where they were. What
+failed, and how, is on one page: OUTPUT/page.md, beside a log of each step. A machine without a network needs a folder
+of `recipes.benchmarks.carry`; without one, the steps that need its token ids or teachers are left out.
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from convert.teachers.teacher import embedded_teacher
 
+from .carry import IDS, join
+
 HELD_OUT = Path(__file__).parents[1] / "evaluation" / "held_out.txt"
 LIMIT = 360
-"""Seconds of a step; the five together take half an hour at most."""
+"""Seconds of a step, unless --limit says otherwise."""
 SAID = 12
 """Last lines of a failed step that the page shows."""
+ATTENTION = {"mamba-2": "none", "a-quarter-of-attention": "0.25"}
+"""Hybrids that are distilled, and the layers of them that keep attention."""
+DISTILLED = (0, 3_000_000, 30_000_000)
+"""Numbers of tokens of distillation after which KL and recall are measured."""
+STAGES = {
+    "sequence_length": 2048,
+    "hidden_state_alignment": {"tokens": 3_000_000, "sequences": 16, "bf16": True},
+    "distillation": {"sequences": 16, "bf16": True, "save_every": 50},
+}
+"""Settings of MOHAWK's stages 2 and 3."""
 
 
-def steps(output: Path, teacher: Path) -> dict[str, list[str]]:
-    """A module and its arguments, by what it shows."""
-    hybrid = output / "hybrid"
-    data = output / "data"
-    return {
+def steps(output: Path, teacher: Path, carried: Sequence[Path] = ()) -> dict[str, list[str]]:
+    """A module and its arguments, by what it shows.
+
+    Args:
+        carried: files that were brought along: token ids and GGUF files of larger teachers.
+    """
+    found = {
         "parity of kernels": ["pytest", "-q", "-m", "gpu", "tests/kernels", "--numprocesses", "8"],
-        "a conversion": ["convert.cli", str(teacher), str(hybrid), "--device", "cuda", "--overwrite"],
-        "comparison": [
-            "recipes.cli", "compare", str(teacher), str(hybrid), "--quick", "--device", "cuda",
-            "--out", str(output / "comparison"),
-        ],
-        "training": [
-            "recipes.sft", "--model_name_or_path", str(hybrid), "--teacher_model_name_or_path", str(teacher),
-            "--dataset_name", str(data), "--output_dir", str(output / "trained"), "--overwrite", "true",
-            "--max_steps", "8", "--per_device_train_batch_size", "1", "--max_length", "512", "--bf16", "true",
-            "--learning_rate", "1e-5", "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none",
-            "--eval_strategy", "steps", "--eval_steps", "8",
-        ],
         "speed": ["recipes.benchmarks.run", "--only", "gpu", "--output", str(output / "bench")],
+        **conversion(teacher, output / "hybrid", ""),
+    }
+    for other in carried:
+        if other.suffix == ".gguf" and other.name != teacher.name:
+            found |= conversion(other, output / other.stem, f" of {other.stem}")
+    found["training"] = [
+        "recipes.sft", "--model_name_or_path", str(output / "hybrid"), "--teacher_model_name_or_path", str(teacher),
+        "--dataset_name", str(output / "data"), "--output_dir", str(output / "trained"), "--overwrite", "true",
+        "--max_steps", "8", "--per_device_train_batch_size", "1", "--max_length", "512", "--bf16", "true",
+        "--learning_rate", "1e-5", "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none",
+        "--eval_strategy", "steps", "--eval_steps", "8",
+    ]  # fmt: skip
+    for ids in carried:
+        if ids.name == IDS:
+            found |= distillation(teacher, ids, output)
+    if importlib.util.find_spec("vllm") is not None:
+        found["vllm"] = ["recipes.benchmarks.serving", str(output / "serving")]
+    return found
+
+
+def conversion(teacher: Path, hybrid: Path, whose: str) -> dict[str, list[str]]:
+    """A default conversion, and its comparison."""
+    out = hybrid.with_name(f"{hybrid.name}-comparison")
+    return {
+        f"a conversion{whose}": ["convert.cli", str(teacher), str(hybrid), "--device", "cuda", "--overwrite"],
+        f"comparison{whose}": [
+            "recipes.cli", "compare", str(teacher), str(hybrid), "--quick", "--device", "cuda", "--out", str(out),
+        ],
     }  # fmt: skip
 
 
-def main(output: Path, teacher: Path, run: list[str], only: list[str] | None = None) -> int:
-    """Take the steps and write the page; returns how many failed.
+def distillation(teacher: Path, ids: Path, output: Path) -> dict[str, list[str]]:
+    """Mamba-2 layers from the teacher, with and without attention: the closed form, MOHAWK's stage 2, then stage 3 of
+    more and more tokens, each measured."""
+    found = {}
+    device = ["--device", "cuda", "--overwrite"]
+    for name, attention in ATTENTION.items():
+        made = {tokens: output / f"{name}-{tokens}" for tokens in DISTILLED}
+        aligned = output / f"{name}-aligned"
+        mohawk = ["convert.cli", "mohawk"]
+        text = ["--teacher", str(teacher), "--text", str(ids), "--config", str(output / "stages.json"), *device]
+        found[f"{name}, closed form"] = [
+            "convert.cli", str(teacher), str(made[0]), "--attention-layers", attention, *device,
+        ]  # fmt: skip
+        found[f"{name}, stage 2"] = [*mohawk, str(made[0]), str(aligned), "--stages", "2", *text]
+        for tokens, hybrid in made.items():
+            if tokens:
+                found[f"{name}, stage 3, {tokens:,} tokens"] = [
+                    *mohawk, str(aligned), str(hybrid), "--stages", "3", "--stage-tokens", str(tokens), *text,
+                ]  # fmt: skip
+            found[f"{name}, {tokens:,} tokens, measured"] = [
+                "recipes.evaluate", str(hybrid), "--teacher", str(teacher), "--parts", "text", "recall",
+                "--device", "cuda", "--text", "python-docs", "--lengths", "512",
+                "--output", str(output / f"{hybrid.name}-figures"),
+            ]  # fmt: skip
+    return found
+
+
+def main(
+    output: Path,
+    teacher: Path,
+    run: list[str],
+    only: list[str] | None = None,
+    carried: Path | None = None,
+    limit: float = LIMIT,
+) -> int:
+    """Take the steps that are not done yet and write the page; returns how many failed.
 
     Args:
-        run: the command that runs a module. only: steps to take; all, if None.
+        run: the command that runs a module. only: steps to take; all, if None. carried: a folder of `carry`.
+        limit: seconds of a step.
     """
     write_data(output / "data")
-    rows = []
-    details = []
+    (output / "stages.json").write_text(json.dumps({"alignment": STAGES}))  # JSON is YAML, too
+    brought = [] if carried is None else join(carried, output / "carried")
+    record = output / "steps.json"
+    known = json.loads(record.read_text()) if record.is_file() else {}
     failed = 0
-    for what, arguments in steps(output, teacher).items():
-        if only is not None and what not in only:
+    for what, arguments in steps(output, teacher, brought).items():
+        if only is not None and what not in only or known.get(what, {}).get("result") == "done":
             continue
         print(f"{what} ...", flush=True)
-        started = time.perf_counter()
-        log = output / f"{what.replace(' ', '-')}.log"
-        with open(log, "w") as file:
-            try:
-                done = subprocess.run([*run, *arguments], stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT)
-                result = "done" if done.returncode == 0 else f"**failed**, exit code {done.returncode}"
-            except subprocess.TimeoutExpired:
-                result = f"**failed**, stopped after {LIMIT} s"
-        seconds = time.perf_counter() - started
-        print(f"{what}: {result}, {seconds:.0f} s", flush=True)
-        rows.append(f"| {what} | {result} | {seconds:.0f} | `{log.name}` |")
-        if result != "done":
-            failed += 1
-            last = "\n".join(log.read_text(errors="replace").splitlines()[-SAID:])
-            details += ["", f"## {what}", "", f"`{' '.join([*run, *arguments])}`", "", "```", last, "```"]
-        head = ["# The first day on a GPU", "", "| step | result | seconds | log |", "|---|---|---|---|"]
-        (output / "page.md").write_text("\n".join([*head, *rows, *details]) + "\n")
-    print(f"{len(rows) - failed} of {len(rows)} steps done -> {output / 'page.md'}")
+        known[what] = take(what, [*run, *arguments], output, limit)
+        failed += known[what]["result"] != "done"
+        print(f"{what}: {known[what]['result']}, {known[what]['seconds']} s", flush=True)
+        record.write_text(json.dumps(known, indent=2) + "\n")
+        (output / "page.md").write_text(page(known))
+    done = sum(step["result"] == "done" for step in known.values())
+    print(f"{done} of {len(known)} steps done -> {output / 'page.md'}")
     return failed
+
+
+def take(what: str, command: list[str], output: Path, limit: float) -> dict[str, Any]:
+    """Take one step: its result, its seconds, its log, and the last lines of one that failed."""
+    started = time.perf_counter()
+    log = output / f"{what.replace(' ', '-').replace(',', '')}.log"
+    with open(log, "w") as file:
+        try:
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=limit)
+            result = "done" if done.returncode == 0 else f"**failed**, exit code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            result = f"**failed**, stopped after {limit} s"
+    last = []
+    if result != "done":
+        last = log.read_text(errors="replace").splitlines()[-SAID:]
+    seconds = round(time.perf_counter() - started)
+    return {"result": result, "seconds": seconds, "log": log.name, "command": " ".join(command), "last": last}
+
+
+def page(known: dict[str, dict[str, Any]]) -> str:
+    """A table of the steps, then how those failed that did."""
+    lines = ["# The first day on a GPU", "", "| step | result | seconds | log |", "|---|---|---|---|"]
+    for what, step in known.items():
+        lines.append(f"| {what} | {step['result']} | {step['seconds']} | `{step['log']}` |")
+    for what, step in known.items():
+        if step["last"]:
+            lines += ["", f"## {what}", "", f"`{step['command']}`", "", "```", *step["last"], "```"]
+    return "\n".join(lines) + "\n"
 
 
 def write_data(folder: Path) -> None:
@@ -91,5 +180,9 @@ def write_data(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, nargs="?", default=Path("runs/first-day"), help="Folder for the page.")
-    chosen = parser.parse_args().output
-    sys.exit(1 if main(chosen, embedded_teacher(), [sys.executable, "-m"]) else 0)
+    parser.add_argument("--carried", type=Path, help="Folder of recipes.benchmarks.carry.")
+    parser.add_argument("--only", nargs="*", help="Steps to take, by their names on the page.")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="Seconds of a step.")
+    asked = parser.parse_args()
+    run = [sys.executable, "-m"]
+    sys.exit(1 if main(asked.output, embedded_teacher(), run, asked.only, asked.carried, asked.limit) else 0)
