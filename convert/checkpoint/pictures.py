@@ -17,7 +17,9 @@ LAYERS, CACHE, KL = "layers.png", "cache.png", "kl.png"
 LEAST_KL = 1e-5
 """Smallest KL that is drawn: on a scale of powers of ten 0 has no place."""
 TEACHER_COLOR, HYBRID_COLOR = "#4a5568", "#dd6b20"
-LINE_COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", TEACHER_COLOR)
+LINE_COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", TEACHER_COLOR, "#0987a0")
+LEGEND_LINE = 0.17
+"""Inches of a line of a legend above a picture."""
 KINDS = {
     "attention": "#2b6cb0",
     "the teacher's sliding window": "#90cdf4",
@@ -143,7 +145,10 @@ def positions_picture(kl: dict[str, Sequence[tuple[int, float]]]) -> Any:
     Args:
         kl: of each method, where a range of positions ends, and the mean KL in it.
     """
-    figure, axes = new_figure(3, (0.12, 0.16, 0.85, 0.66))
+    columns = 3
+    legend = LEGEND_LINE * (1 + -(-len(kl) // columns))
+    height = 2.5 + legend
+    figure, axes = new_figure(height, (0.12, 0.48 / height, 0.85, 2 / height))
     ends: list[float] = []
     for (name, found), color in zip(kl.items(), itertools.cycle(LINE_COLORS)):
         ends = [log2(end) for end, _ in found]
@@ -152,7 +157,7 @@ def positions_picture(kl: dict[str, Sequence[tuple[int, float]]]) -> Any:
     label_tokens(axes, ends, "position, tokens")
     if axes.get_legend():
         axes.get_legend().remove()
-    figure.legend(*axes.get_legend_handles_labels(), ncols=3, loc="upper center", frameon=False, fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), ncols=columns, loc="upper center", frameon=False, fontsize=8)
     return figure
 
 

@@ -12,7 +12,7 @@ from .picture import mean_of
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 NEAR = 1.3
 """Largest ratio of a cache's share to a budget, or of the budget to it."""
-HEAD = ("budget", "cache", "size", "peak", "KL after contexts", "needles", "in 1 GiB", "seconds to the first token")
+HEAD = ("cache", "budget", "size", "peak", "KL after contexts", "needles", "in 1 GiB", "seconds to the first token")
 EVICTED = ("eviction", "eviction and moments")
 """Kinds that read the whole context before they evict, so that all of it is in memory once."""
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ def at_budgets(found: Row) -> list[list[str]]:
             peak = 1.0 if row["kind"] in EVICTED else row["share"]
             first = seconds.get(row["name"])
             rows.append([
-                f"{budget:.1%}", row["name"], f"{row['share']:.1%}", f"{peak:.1%}",
+                row["name"], f"{budget:.1%}", f"{row['share']:.1%}", f"{peak:.1%}",
                 f"{mean_of(row, 'after_contexts', 'kl'):.4f}", f"{row['recall']['needle']:.0%}",
                 f"{row['sequences']:,}", "–" if first is None else f"{first:.2f}",
             ])  # fmt: skip

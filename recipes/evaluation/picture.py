@@ -1,9 +1,10 @@
 """Picture of how near hybrids and other caches are to the teacher, by the bytes that they take."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from convert.checkpoint.pictures import LEAST_KL, LINE_COLORS, new_figure
+from convert.checkpoint.pictures import LEAST_KL, LEGEND_LINE, LINE_COLORS, new_figure
 
 Row = dict[str, Any]
 
@@ -22,10 +23,15 @@ class Point(NamedTuple):
 def picture(points: Sequence[Point]) -> Any:
     """KL and recall against the share of a bfloat16 cache."""
     kinds = list(dict.fromkeys(point.kind for point in points))
-    figure, left, right = new_figure(3.4, (0.12, 0.14, 0.37, 0.74), (0.6, 0.14, 0.37, 0.74))
+    columns = 4
+    legend = LEGEND_LINE * (1 + -(-len(kinds) // columns))
+    height = 3 + legend
+    figure, left, right = new_figure(
+        height, (0.12, 0.48 / height, 0.37, 2.5 / height), (0.6, 0.48 / height, 0.37, 2.5 / height)
+    )
     points = [point if point.kl is None else point._replace(kl=max(point.kl, LEAST_KL)) for point in points]
     for axes, field in ((left, "kl"), (right, "found")):
-        for color, kind in zip(LINE_COLORS, kinds, strict=False):
+        for color, kind in zip(itertools.cycle(LINE_COLORS), kinds):  # noqa: B905, the colours have no end
             of_kind = [(point.share, getattr(point, field)) for point in points if point.kind == kind]
             values = sorted(place for place in of_kind if place[1] is not None)
             if values:
@@ -39,7 +45,7 @@ def picture(points: Sequence[Point]) -> Any:
     left.set_ylabel("KL to the teacher")
     right.set_ylim(bottom=0)
     right.set_ylabel("needles found, % of the teacher's")
-    figure.legend(*left.get_legend_handles_labels(), loc="upper center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="upper center", ncols=columns, frameon=False, fontsize=8)
     return figure
 
 

@@ -34,18 +34,18 @@ def found():
 def test_the_nearest_of_each_kind_stands_at_each_budget(found):
     rows = at_budgets(found)
     assert [cells[:2] for cells in rows] == [
-        ["50.0%", "half"],
-        ["50.0%", "int8 cache"],
-        ["25.0%", "int3 cache"],
-        ["12.5%", "eighth"],
-        ["12.5%", "window, as eighth"],
-        ["12.5%", "eviction, as eighth"],
+        ["half", "50.0%"],
+        ["int8 cache", "50.0%"],
+        ["int3 cache", "25.0%"],
+        ["eighth", "12.5%"],
+        ["window, as eighth", "12.5%"],
+        ["eviction, as eighth", "12.5%"],
     ], "nothing is near a sixteenth, int4 is farther from a quarter than int3"
 
 
 def test_figures_of_a_row(found):
     of_hybrid, of_window, of_eviction = at_budgets(found)[3:]
-    assert of_hybrid == ["12.5%", "eighth", "12.5%", "12.5%", "0.0200", "88%", "800", "4.00"]
+    assert of_hybrid == ["eighth", "12.5%", "12.5%", "12.5%", "0.0200", "88%", "800", "4.00"]
     assert of_window[3] == "12.4%"
     assert of_eviction[3] == "100.0%", "the whole context is there before any of it is evicted"
     assert at_budgets(found)[0][-1] == "–", "only speed at the length of the rows counts"

@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from convert.checkpoint.load import load_model
+from convert.checkpoint.pictures import LINE_COLORS
 from convert.layout.cache import cache_bytes
 from convert.options import documented
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
@@ -44,6 +45,7 @@ from recipes.evaluation.other_caches import (
     round_groups,
     window_of_bytes,
 )
+from recipes.evaluation.picture import Point, picture
 from recipes.evaluation.recall import NEEDLE, needle_distances, needles_probe
 from recipes.evaluation.texts import PYTHON_CODE, TextSource
 from tests.helpers.html_page import check_page
@@ -185,6 +187,14 @@ def test_a_page_of_it(folder, tmp_path):
     marked = tokenizer.decode(said["hybrid"][: alike + 1])[len(tokenizer.decode(said["hybrid"][:alike])) :]
     assert f"<mark>{marked}</mark>" in content
     assert found["methods"][0]["bytes_at"]["4096"] == found["methods"][0]["cache_bytes"]["4k"]
+
+
+def test_every_kind_of_cache_is_drawn():
+    """More kinds than the picture has colours."""
+    kinds = [f"kind {number}" for number in range(len(LINE_COLORS) + 2)]
+    drawn = picture([Point(kind, 10.0 + number, 0.1, 50.0) for number, kind in enumerate(kinds)])
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == kinds
+    assert all(len(axes.lines) == len(kinds) for axes in drawn.axes)
 
 
 def test_transformers_own_caches_are_held(folder, monkeypatch):
