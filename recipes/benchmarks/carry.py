@@ -5,8 +5,11 @@ python -m recipes.benchmarks.carry FOLDER [--tokens 30000000] [--teachers FILE.g
 What takes files to that machine may take small ones only, so that none is larger than `--part` MB; contents.json says
 how they are put together, with their sizes and hashes. There:
 
-python -m pip install --no-index --no-deps FOLDER/wheels/*.whl
+python -m recipes.benchmarks.carry FOLDER --join JOINED
+python -m pip install --no-index --no-deps JOINED/*.whl
 python -m recipes.benchmarks.first_day runs/first-day --carried FOLDER
+
+Parts may arrive in several turns: those that are missing are waited for, and what is together stays.
 
 Shapes: L length.
 """
@@ -20,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ from convert.checkpoint.load import prompt_tokenizer
 from convert.fit.text import documents
 from convert.teachers.teacher import embedded_teacher
 
-CONTENTS, IDS, WHEELS = "contents.json", "ids.npy", "wheels"
+CONTENTS, IDS = "contents.json", "ids.npy"
 INSTALLED = "installed"
 """Text: code and documentation of the packages that are installed here."""
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
@@ -169,12 +173,14 @@ def make(
         packed.unlink()
     for path in (teacher, *teachers):
         contents[path.name] = split(path, folder, part)
+    with tempfile.TemporaryDirectory() as scratch:
+        if wheels:
+            download(wheels, Path(scratch), python)
+        for path in sorted(Path(scratch).iterdir()):
+            contents[path.name] = split(path, folder, part)
     (folder / CONTENTS).write_text(json.dumps(contents, indent=2) + "\n")
-    if wheels:
-        download(wheels, folder / WHEELS, python)
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            print(f"{path.stat().st_size / 1e6:8.1f} MB  {path.relative_to(folder)}")
+    for path in sorted(folder.iterdir()):
+        print(f"{path.stat().st_size / 1e6:8.1f} MB  {path.name}")
 
 
 if __name__ == "__main__":
@@ -186,6 +192,10 @@ if __name__ == "__main__":
     parser.add_argument("--wheels", nargs="*", default=list(NEEDED), help="Packages to carry.")
     parser.add_argument("--python", default="3.12", help="Version of Python there.")
     parser.add_argument("--part", type=int, default=48, help="Largest size of a file, in MB.")
+    parser.add_argument("--join", type=Path, help="Put the files of FOLDER together here, and make nothing.")
     asked = parser.parse_args()
-    make(asked.folder, embedded_teacher(), asked.text, asked.tokens, asked.teachers, asked.wheels, asked.python,
-         asked.part * 10**6)  # fmt: skip
+    if asked.join is not None:
+        print("\n".join(map(str, join(asked.folder, asked.join))))
+    else:
+        make(asked.folder, embedded_teacher(), asked.text, asked.tokens, asked.teachers, asked.wheels, asked.python,
+             asked.part * 10**6)  # fmt: skip
