@@ -71,7 +71,7 @@ $(REHEARSAL)/.installed: pyproject.toml
 rehearse: $(REHEARSAL)/.installed ## what a user with a GPU does first, on a stand-in for one; prints who waits for it
 	OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python -m pytest tests/device -m 'slow or not slow' -s
 
-first-day-on-a-gpu: install ## parity, a conversion, compare, training, speed; goes on after a failure; one page
+first-day-on-a-gpu: install ## parity, speed, conversions, compare, training; goes on where it was; one page
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m recipes.benchmarks.first_day runs/first-day
 

@@ -202,7 +202,7 @@ class Comparison:
         """All figures of a method but speed; sizes, each text and recall are kept one by one."""
         row = folder.cell("method", cell, self.sizes, method)
         row["text"] = {
-            source.label: folder.cell("method", f"{cell} {source.label}", self.text, method, source)
+            source.label: folder.cell("method", f"{cell} text {source.label}", self.text, method, source)
             for source in self.sources
         }
         return row | {"recall": folder.cell("method", f"{cell} recall", self.recall, method)}
@@ -356,6 +356,8 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     options = sized(options)
     if len(set(options.hybrids)) < len(options.hybrids):
         raise ValueError("A hybrid is named twice.")
+    if len({TextSource(text).label for text in options.text}) < len(options.text):
+        raise ValueError("Two --text have the same name; rename one, since results are told apart by it.")
     common = {
         "teacher": [options.teacher, fingerprint(options.teacher, None, options.trust_remote_code)],
         "text": [[source.name, source.fingerprint()] for source in map(TextSource, options.text)],

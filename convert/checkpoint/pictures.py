@@ -17,7 +17,7 @@ LAYERS, CACHE, KL = "layers.png", "cache.png", "kl.png"
 LEAST_KL = 1e-5
 """Smallest KL that is drawn: on a scale of powers of ten 0 has no place."""
 TEACHER_COLOR, HYBRID_COLOR = "#4a5568", "#dd6b20"
-LINE_COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", TEACHER_COLOR, "#0987a0")
+LINE_COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", "#0987a0", TEACHER_COLOR)
 LEGEND_LINE = 0.17
 """Inches of a line of a legend above a picture."""
 KINDS = {
@@ -145,7 +145,7 @@ def positions_picture(kl: dict[str, Sequence[tuple[int, float]]]) -> Any:
     Args:
         kl: of each method, where a range of positions ends, and the mean KL in it.
     """
-    columns = 3
+    columns = 2
     legend = LEGEND_LINE * (1 + -(-len(kl) // columns))
     height = 2.5 + legend
     figure, axes = new_figure(height, (0.12, 0.48 / height, 0.85, 2 / height))

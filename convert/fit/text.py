@@ -120,9 +120,9 @@ def read_ids(source: str) -> numpy.ndarray:
     """Token ids (L,) in a file of `numpy.save`, which stays on disk until they are needed."""
     try:
         ids = numpy.load(Path(source).expanduser(), mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
         raise ValueError(f"{source} cannot be read as token ids: {first_line(error)}") from error
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or (ids < 0).any():
+    if not isinstance(ids, numpy.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu" or (ids < 0).any():
         raise ValueError(f"{source} must hold one row of whole numbers, the ids of a text's tokens.")
     return ids
 
@@ -211,8 +211,9 @@ def calibration_rows(
         with contextlib.closing(documents(alignment.text, alignment.column)) as texts:
             rows = token_rows(texts, tokenizer, length, count, alignment.text, at_least)
     if int(rows.max()) >= teacher.config.vocab_size:
+        whose = alignment.text if Path(alignment.text).suffix == TOKEN_IDS else "The tokenizer"
         raise ValueError(
-            f"The tokenizer has token {int(rows.max())}, the model's vocabulary only {teacher.config.vocab_size}: "
+            f"{whose} has token {int(rows.max())}, the model's vocabulary only {teacher.config.vocab_size}: "
             "they do not belong together."
         )
     return CalibrationRows(rows, len(beginning_of_text(tokenizer)))

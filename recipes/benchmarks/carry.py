@@ -1,4 +1,4 @@
-"""Make a folder for a machine with a GPU and no network: token ids to train on, teachers, and wheels.
+"""Make a folder for a machine with a GPU, PyTorch and transformers, but no network: token ids, teachers, wheels.
 
 python -m recipes.benchmarks.carry FOLDER [--tokens 30000000] [--teachers FILE.gguf ...] [--wheels NAME==VERSION ...]
 
@@ -9,7 +9,7 @@ python -m recipes.benchmarks.carry FOLDER --join JOINED
 python -m pip install --no-index --no-deps JOINED/*.whl
 python -m recipes.benchmarks.first_day runs/first-day --carried FOLDER
 
-Parts may arrive in several turns: those that are missing are waited for, and what is together stays.
+Parts may arrive in several turns: a file whose parts are not all there is left for the next --join.
 
 Shapes: L length.
 """
@@ -30,15 +30,15 @@ from typing import Any
 
 import numpy
 
-from convert.checkpoint.load import prompt_tokenizer
-from convert.fit.text import documents
-from convert.teachers.teacher import embedded_teacher
-
 CONTENTS, IDS = "contents.json", "ids.npy"
 INSTALLED = "installed"
 """Text: code and documentation of the packages that are installed here."""
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
-NEEDED = ("einops==0.8.1", "fla-core==0.6.0")
+NEEDED = (
+    "docstring-parser", "jsonargparse", "gguf==0.19.0", "einops", "fla-core==0.6.0", "accelerate==1.15.0",
+    "peft==0.21.2", "trl==1.16.0", "datasets==5.2.0", "dill", "multiprocess",
+)  # fmt: skip
+"""Packages that the steps need, and that a machine with transformers, pandas and pytest may lack."""
 LARGEST_ID = numpy.iinfo(numpy.uint16).max
 TOGETHER = 256
 """Number of texts that the tokenizer reads at once."""
@@ -102,22 +102,34 @@ def split(path: Path, folder: Path, part: int) -> dict[str, Any]:
 def join(carried: Path, folder: Path) -> list[Path]:
     """Put the files of a carried folder together in `folder`; those that are there already stay.
 
-    Parts may come one after another: a file whose parts are not all there is left for another time.
+    Parts may come one after another: a file whose parts are not all there is named, and left for another time.
 
     Raises:
         ValueError: a file is not the one that was packed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = []
-    for name, packed in json.loads((carried / CONTENTS).read_text()).items():
+    for name, packed in packed_files(carried).items():
         path = folder / name.removesuffix(".xz")
-        parts = [carried / part for part in packed["parts"]]
-        if not path.is_file():
-            if not all(part.is_file() for part in parts):
+        made_of = folder / f"{path.name}.sha256"
+        if not path.is_file() or not made_of.is_file() or made_of.read_text() != packed["sha256"]:
+            parts = [part for part in (carried / part for part in packed["parts"]) if part.is_file()]
+            size = sum(part.stat().st_size for part in parts)
+            if size < packed["bytes"]:
+                print(f"{name}: {size / 1e6:.1f} of {packed['bytes'] / 1e6:.1f} MB are here; carry the rest.")
                 continue
             _put_together(parts, path, packed["sha256"], compressed=name.endswith(".xz"))
+            made_of.write_text(packed["sha256"])
         found.append(path)
     return found
+
+
+def packed_files(carried: Path) -> dict[str, dict[str, Any]]:
+    """The files of a carried folder, by name: their parts, bytes and hashes."""
+    try:
+        return json.loads((carried / CONTENTS).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{carried} has no {CONTENTS} of recipes.benchmarks.carry: {error}") from error
 
 
 def _put_together(parts: list[Path], path: Path, sha256: str, compressed: bool) -> None:
@@ -162,8 +174,21 @@ def make(
     Args:
         teacher: whose tokenizer reads the text; it is carried, too. part: largest size of a file, in bytes.
     """
+    from convert.checkpoint.load import prompt_tokenizer
+    from convert.fit.text import documents
+
+    names = [path.name for path in (teacher, *teachers)]
+    if len(set(names)) < len(names):
+        raise ValueError("Two teachers have the same name; rename one.")
     folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty; name another folder.")
     contents = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        if wheels:
+            download(wheels, Path(scratch), python)
+        for path in sorted(Path(scratch).iterdir()):
+            contents[path.name] = split(path, folder, part)
     if tokens:
         texts = installed_text() if text == INSTALLED else documents(text)
         packed = folder / f"{IDS}.xz"
@@ -173,11 +198,6 @@ def make(
         packed.unlink()
     for path in (teacher, *teachers):
         contents[path.name] = split(path, folder, part)
-    with tempfile.TemporaryDirectory() as scratch:
-        if wheels:
-            download(wheels, Path(scratch), python)
-        for path in sorted(Path(scratch).iterdir()):
-            contents[path.name] = split(path, folder, part)
     (folder / CONTENTS).write_text(json.dumps(contents, indent=2) + "\n")
     for path in sorted(folder.iterdir()):
         print(f"{path.stat().st_size / 1e6:8.1f} MB  {path.name}")
@@ -197,5 +217,10 @@ if __name__ == "__main__":
     if asked.join is not None:
         print("\n".join(map(str, join(asked.folder, asked.join))))
     else:
+        # what joins may have no packages but NumPy yet
+        from convert.teachers.teacher import embedded_teacher
+
+        if asked.part < 1:
+            parser.error("--part must be 1 or more.")
         make(asked.folder, embedded_teacher(), asked.text, asked.tokens, asked.teachers, asked.wheels, asked.python,
              asked.part * 10**6)  # fmt: skip

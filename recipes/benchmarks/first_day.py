@@ -3,14 +3,18 @@
 make first-day-on-a-gpu        or        python -m recipes.benchmarks.first_day [runs/first-day] [--carried FOLDER]
 
 Each step is a process of its own, and one that fails or takes too long does not keep the next from running. The same
-command again takes the steps that are not done: conversions, comparisons and distillation go on where they were. What
-failed, and how, is on one page: OUTPUT/page.md, beside a log of each step. A machine without a network needs a folder
-of `recipes.benchmarks.carry`; without one, the steps that need its token ids or teachers are left out.
+command again takes the steps that are not done, or whose command or carried files have changed: conversions,
+comparisons and distillation go on where they were. What failed, and how, is on one page: OUTPUT/page.md, beside a
+log of each step. A machine without a network needs a folder of `recipes.benchmarks.carry`; without one, the steps that
+need its token ids or teachers are left out.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,22 +22,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from convert.teachers.teacher import embedded_teacher
+from convert.io.folder import write_beside
+from convert.teachers.teacher import EMBEDDED_TEACHER, embedded_teacher
 
-from .carry import IDS, join
+from .carry import IDS, join, packed_files
 
 HELD_OUT = Path(__file__).parents[1] / "evaluation" / "held_out.txt"
 LIMIT = 360
 """Seconds of a step, unless --limit says otherwise."""
 SAID = 12
 """Last lines of a failed step that the page shows."""
+GRACE = 10
+"""Seconds that a step has to end itself."""
 ATTENTION = {"mamba-2": "none", "a-quarter-of-attention": "0.25"}
 """Hybrids that are distilled, and the layers of them that keep attention."""
 DISTILLED = (0, 3_000_000, 30_000_000)
 """Numbers of tokens of distillation after which KL and recall are measured."""
 STAGES = {
     "sequence_length": 2048,
-    "hidden_state_alignment": {"tokens": 3_000_000, "sequences": 16, "bf16": True},
+    "hidden_state_alignment": {"tokens": 3_000_000, "sequences": 16, "bf16": True, "save_every": 20},
     "distillation": {"sequences": 16, "bf16": True, "save_every": 50},
 }
 """Settings of MOHAWK's stages 2 and 3."""
@@ -108,7 +115,7 @@ def distillation(teacher: Path, ids: Path, output: Path) -> dict[str, list[str]]
 
 def main(
     output: Path,
-    teacher: Path,
+    teacher: Path | None,
     run: list[str],
     only: list[str] | None = None,
     carried: Path | None = None,
@@ -117,24 +124,38 @@ def main(
     """Take the steps that are not done yet and write the page; returns how many failed.
 
     Args:
-        run: the command that runs a module. only: steps to take; all, if None. carried: a folder of `carry`.
-        limit: seconds of a step.
+        teacher: the one to convert; if None, SmolLM2, carried or installed.
+        run: the command that runs a module. only: steps to take if they are not done; all, if None.
+        carried: a folder of `carry`. limit: seconds of a step.
+
+    Raises:
+        ValueError: a step is named that there is not, or the carried folder is none.
     """
     write_data(output / "data")
     (output / "stages.json").write_text(json.dumps({"alignment": STAGES}))  # JSON is YAML, too
     brought = [] if carried is None else join(carried, output / "carried")
+    hashes = {} if carried is None else {name: packed["sha256"] for name, packed in packed_files(carried).items()}
+    teacher = teacher or next((path for path in brought if path.name == EMBEDDED_TEACHER), None) or embedded_teacher()
     record = output / "steps.json"
     known = json.loads(record.read_text()) if record.is_file() else {}
+    planned = steps(output, teacher, brought)
+    unknown = [what for what in only or () if what not in planned]
+    if unknown:
+        raise ValueError(f"--only names {', '.join(unknown)}; the steps are {'; '.join(planned)}.")
     failed = 0
-    for what, arguments in steps(output, teacher, brought).items():
-        if only is not None and what not in only or known.get(what, {}).get("result") == "done":
+    for what, arguments in planned.items():
+        command = [*run, *arguments]
+        made_of = {"command": " ".join(command), "carried": hashes}
+        before = known.get(what, {})
+        is_done = before.get("result") == "done" and made_of.items() <= before.items()
+        if is_done or only is not None and what not in only:
             continue
         print(f"{what} ...", flush=True)
-        known[what] = take(what, [*run, *arguments], output, limit)
+        known[what] = take(what, command, output, limit) | made_of
         failed += known[what]["result"] != "done"
         print(f"{what}: {known[what]['result']}, {known[what]['seconds']} s", flush=True)
-        record.write_text(json.dumps(known, indent=2) + "\n")
-        (output / "page.md").write_text(page(known))
+        write_beside(record, lambda partial: partial.write_text(json.dumps(known, indent=2) + "\n"))
+        write_beside(output / "page.md", lambda partial: partial.write_text(page(known)))
     done = sum(step["result"] == "done" for step in known.values())
     print(f"{done} of {len(known)} steps done -> {output / 'page.md'}")
     return failed
@@ -145,16 +166,28 @@ def take(what: str, command: list[str], output: Path, limit: float) -> dict[str,
     started = time.perf_counter()
     log = output / f"{what.replace(' ', '-').replace(',', '')}.log"
     with open(log, "w") as file:
+        # a session of its own, so that what the step has started ends with it
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=limit)
-            result = "done" if done.returncode == 0 else f"**failed**, exit code {done.returncode}"
+            code = process.wait(limit)
+            result = "done" if code == 0 else f"**failed**, exit code {code}"
         except subprocess.TimeoutExpired:
-            result = f"**failed**, stopped after {limit} s"
+            result = f"**failed**, stopped after {limit:g} s"
+            stop(process)
     last = []
     if result != "done":
         last = log.read_text(errors="replace").splitlines()[-SAID:]
     seconds = round(time.perf_counter() - started)
-    return {"result": result, "seconds": seconds, "log": log.name, "command": " ".join(command), "last": last}
+    return {"result": result, "seconds": seconds, "log": log.name, "last": last}
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a process and what it has started: first by SIGTERM, on which a conversion keeps what it has."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
 
 
 def page(known: dict[str, dict[str, Any]]) -> str:
@@ -185,4 +218,4 @@ if __name__ == "__main__":
     parser.add_argument("--limit", type=float, default=LIMIT, help="Seconds of a step.")
     asked = parser.parse_args()
     run = [sys.executable, "-m"]
-    sys.exit(1 if main(asked.output, embedded_teacher(), run, asked.only, asked.carried, asked.limit) else 0)
+    sys.exit(1 if main(asked.output, None, run, asked.only, asked.carried, asked.limit) else 0)

@@ -37,7 +37,7 @@ def at_budgets(found: Row) -> list[list[str]]:
             peak = 1.0 if row["kind"] in EVICTED else row["share"]
             first = seconds.get(row["name"])
             rows.append([
-                row["name"], f"{budget:.1%}", f"{row['share']:.1%}", f"{peak:.1%}",
+                row["name"], f"{100 * budget:g}%", f"{row['share']:.1%}", f"{peak:.1%}",
                 f"{mean_of(row, 'after_contexts', 'kl'):.4f}", f"{row['recall']['needle']:.0%}",
                 f"{row['sequences']:,}", "–" if first is None else f"{first:.2f}",
             ])  # fmt: skip

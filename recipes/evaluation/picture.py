@@ -23,7 +23,7 @@ class Point(NamedTuple):
 def picture(points: Sequence[Point]) -> Any:
     """KL and recall against the share of a bfloat16 cache."""
     kinds = list(dict.fromkeys(point.kind for point in points))
-    columns = 4
+    columns = 3
     legend = LEGEND_LINE * (1 + -(-len(kinds) // columns))
     height = 3 + legend
     figure, left, right = new_figure(

@@ -34,9 +34,9 @@ def found():
 def test_the_nearest_of_each_kind_stands_at_each_budget(found):
     rows = at_budgets(found)
     assert [cells[:2] for cells in rows] == [
-        ["half", "50.0%"],
-        ["int8 cache", "50.0%"],
-        ["int3 cache", "25.0%"],
+        ["half", "50%"],
+        ["int8 cache", "50%"],
+        ["int3 cache", "25%"],
         ["eighth", "12.5%"],
         ["window, as eighth", "12.5%"],
         ["eviction, as eighth", "12.5%"],

@@ -1,12 +1,17 @@
 """What is carried to a machine without a network: token ids of a text, files in parts, and how they come together."""
 
 import json
-import lzma
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
 
+from convert.checkpoint.load import prompt_tokenizer
 from recipes.benchmarks import carry
+from tests.helpers.tiny_chat import save_chat_teacher
 from tests.helpers.tokenizers import tokenizer
 
 
@@ -28,49 +33,92 @@ def test_a_vocabulary_too_large_for_two_bytes_is_refused():
         carry.token_ids(["a"], Large(), 1)
 
 
-def test_installed_texts_are_read_in_one_order():
-    first = [next(texts) for texts in (carry.installed_text(), carry.installed_text())]
-    assert first[0] == first[1]
-    assert first[0].strip()
+def test_installed_texts_are_read_in_one_order(tmp_path, monkeypatch):
+    """In whatever order the disk names them; tables of data and what is no text are left out."""
+    for name in ("a.py", "b.md", "c/d.py", "e.csv", "f.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "f.py").write_bytes(b"\xff\xfe\xff")
+    monkeypatch.setattr(carry.sysconfig, "get_paths", lambda: {"purelib": tmp_path})
+    texts = list(carry.installed_text())
+    assert sorted(texts) == ["a.py", "b.md", "c/d.py"]
+    found = list(tmp_path.rglob("*"))
+    monkeypatch.setattr(type(tmp_path), "rglob", lambda self, pattern: reversed(found))
+    assert list(carry.installed_text()) == texts
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder as `make` writes it, without its command line: a teacher in three parts, ids, no wheels."""
-    teacher = tmp_path / "teacher.gguf"
-    teacher.write_bytes(bytes(range(250)) * 10)
-    packed = tmp_path / "ids.npy.xz"
-    with lzma.open(packed, "wb") as file:
-        numpy.save(file, numpy.arange(500, dtype=numpy.uint16))
+    """A folder with the tokenizer's teacher, a larger one in three parts, token ids, and no wheels."""
+    teacher = save_chat_teacher(tmp_path / "teacher")
+    larger = tmp_path / "larger.gguf"
+    larger.write_bytes(bytes(range(250)) * 10)
+    small = tmp_path / "small.gguf"
+    small.write_bytes(b"GGUF")
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "w9 w10 " * 300}) + "\n")
     carried = tmp_path / "carried"
-    carried.mkdir()
-    contents = {path.name: carry.split(path, carried, 1000) for path in (teacher, packed)}
-    (carried / carry.CONTENTS).write_text(json.dumps(contents))
+    with mock.patch("convert.checkpoint.load.prompt_tokenizer", lambda name: prompt_tokenizer(str(teacher))):
+        carry.make(carried, small, str(text), 500, [larger], [], "3.12", 1000)
     return carried
 
 
 def test_parts_come_together_as_they_were(folder, tmp_path):
-    parts = sorted(path.name for path in folder.glob("teacher*"))
-    assert parts == ["teacher.gguf.000", "teacher.gguf.001", "teacher.gguf.002"]
+    parts = sorted(path.name for path in folder.glob("larger*"))
+    assert parts == ["larger.gguf.000", "larger.gguf.001", "larger.gguf.002"]
     assert max(path.stat().st_size for path in folder.glob("*.0*")) == 1000
-    teacher, ids = carry.join(folder, tmp_path / "there")
-    assert teacher.read_bytes() == bytes(range(250)) * 10
-    assert numpy.load(ids).tolist() == list(range(500))
-    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["ids.npy", "teacher.gguf"]
+    ids, small, larger = carry.join(folder, tmp_path / "there")
+    assert small.read_bytes() == b"GGUF"
+    assert larger.read_bytes() == bytes(range(250)) * 10
+    assert numpy.load(ids)[:4].tolist() == [9, 10, 9, 10]
+    assert len(numpy.load(ids)) == 500
+    names = ["ids.npy", "larger.gguf", "small.gguf"]
+    assert sorted(path.name for path in (tmp_path / "there").iterdir() if path.suffix != ".sha256") == names
 
 
-def test_what_has_not_come_yet_is_left_and_what_is_there_stays(folder, tmp_path):
-    last = folder / "teacher.gguf.002"
+def test_what_has_not_come_yet_is_named_and_what_is_there_stays(folder, tmp_path, capsys):
+    last = folder / "larger.gguf.002"
     content = last.read_bytes()
-    last.unlink()
-    assert [path.name for path in carry.join(folder, tmp_path / "there")] == ["ids.npy"]
+    for there in (None, content[:100]):
+        last.unlink() if there is None else last.write_bytes(there)
+        assert [path.name for path in carry.join(folder, tmp_path / "there")] == ["ids.npy", "small.gguf"]
+        assert "larger.gguf: 0.0 of 0.0 MB are here; carry the rest." in capsys.readouterr().out
     last.write_bytes(content)
     (folder / "ids.npy.xz.000").unlink()
-    assert [path.name for path in carry.join(folder, tmp_path / "there")] == ["teacher.gguf", "ids.npy"]
+    found = carry.join(folder, tmp_path / "there")
+    assert [path.name for path in found] == ["ids.npy", "small.gguf", "larger.gguf"]
+
+
+def test_another_file_of_the_same_name_takes_its_place(folder, tmp_path):
+    carry.join(folder, tmp_path / "there")
+    other = tmp_path / "larger.gguf"
+    other.write_bytes(b"other")
+    contents = json.loads((folder / carry.CONTENTS).read_text()) | {other.name: carry.split(other, folder, 1000)}
+    (folder / carry.CONTENTS).write_text(json.dumps(contents))
+    carry.join(folder, tmp_path / "there")
+    assert (tmp_path / "there/larger.gguf").read_bytes() == b"other"
 
 
 def test_a_damaged_part_is_refused(folder, tmp_path):
-    (folder / "teacher.gguf.001").write_bytes(bytes(1000))
-    with pytest.raises(ValueError, match="teacher.gguf is not the file that was packed"):
+    (folder / "larger.gguf.001").write_bytes(bytes(1000))
+    with pytest.raises(ValueError, match="larger.gguf is not the file that was packed"):
         carry.join(folder, tmp_path / "there")
-    assert not (tmp_path / "there/teacher.gguf").exists()
+    assert not (tmp_path / "there/larger.gguf").exists()
+
+
+def test_a_folder_that_holds_something_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="is not empty"):
+        carry.make(folder, tmp_path / "small.gguf", "default", 0, [], [], "3.12", 1000)
+    with pytest.raises(ValueError, match="same name"):
+        carry.make(tmp_path / "n", tmp_path / "a.gguf", "default", 0, [tmp_path / "b/a.gguf"], [], "3.12", 1000)
+    with pytest.raises(ValueError, match=r"has no contents.json"):
+        carry.join(tmp_path / "nothing", tmp_path / "there")
+
+
+def test_parts_are_joined_without_this_packages_needs():
+    """On a machine that has NumPy, since the packages are among the parts."""
+    script = (
+        "import sys\nfor name in ('torch', 'transformers', 'docstring_parser'): sys.modules[name] = None\n"
+        "import recipes.benchmarks.carry"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(carry.__file__).parents[2])

@@ -131,6 +131,7 @@ def test_token_ids_give_the_rows_of_their_text(tmp_path):
         (numpy.array([3, -1]), "one row of whole numbers"),
         (numpy.array([{"a": 1}], dtype=object), "cannot be read as token ids"),
         (b"w5 w6", "cannot be read as token ids"),
+        (b"", "cannot be read as token ids"),
         (None, "cannot be read as token ids"),
     ],
 )
