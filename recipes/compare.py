@@ -152,16 +152,24 @@ class Comparison:
         for name, config in self.configs.items():
             short, nbytes = short_name(name, self.options.hybrids), cache_bytes(config, self.options.length)[1]
             yield self._hybrid(name, short, config)
-            for bits, kind in ((16, "window"), (8, "window, int8")) if "window" in beside else ():
-                cache = window_of_bytes(self.shapes, nbytes, bits)
-                if cache is not None:
-                    yield self._other(f"{kind}, as {short}", kind, cache)
-            if "eviction" not in beside or all(shape.limit is not None for shape in self.shapes):
-                continue  # or there is nothing to evict
-            for kind, moments in zip(EVICTED, (False, True), strict=True):
-                pairs = pairs_of_bytes(self.shapes, nbytes, moments, self.options.length)
-                if pairs is not None:
-                    yield self._eviction(f"{kind}, as {short}", kind, pairs, moments)
+            if "window" in beside:
+                yield from self._windows(short, nbytes)
+            if "eviction" in beside:
+                yield from self._evictions(short, nbytes)
+
+    def _windows(self, short: str, nbytes: int) -> Iterator[Method]:
+        for bits, kind in ((16, "window"), (8, "window, int8")):
+            cache = window_of_bytes(self.shapes, nbytes, bits)
+            if cache is not None:
+                yield self._other(f"{kind}, as {short}", kind, cache)
+
+    def _evictions(self, short: str, nbytes: int) -> Iterator[Method]:
+        if all(shape.limit is not None for shape in self.shapes):
+            return  # there is nothing to evict
+        for kind, moments in zip(EVICTED, (False, True), strict=True):
+            pairs = pairs_of_bytes(self.shapes, nbytes, moments, self.options.length)
+            if pairs is not None:
+                yield self._eviction(f"{kind}, as {short}", kind, pairs, moments)
 
     def _other(self, name: str, kind: str, cache: OtherCache) -> Method:
         return Method(

@@ -58,7 +58,7 @@ class CompareOptions:
     """Run the code that a repository brings along."""
 
     def __post_init__(self):
-        known = type(self).__dataclass_fields__["beside"].default
+        known = CompareOptions.beside
         unknown = [name for name in self.beside if name not in known]
         if unknown:
             raise ValueError(f"--beside takes some of {', '.join(known)}; got {', '.join(unknown)}.")

@@ -18,8 +18,8 @@ LEAST_KL = 1e-5
 """Smallest KL that is drawn: on a scale of powers of ten 0 has no place."""
 TEACHER_COLOR, HYBRID_COLOR = "#4a5568", "#dd6b20"
 LINE_COLORS = ("#dd6b20", "#2b6cb0", "#2f855a", "#805ad5", "#c53030", "#b7791f", "#0987a0", TEACHER_COLOR)
-LEGEND_LINE = 0.17
-"""Inches of a line of a legend above a picture."""
+LEGEND_LINE, BELOW = 0.17, 0.48
+"""Inches of a line of a legend above a picture, and of the numbers and the label under its axes."""
 KINDS = {
     "attention": "#2b6cb0",
     "the teacher's sliding window": "#90cdf4",
@@ -146,9 +146,7 @@ def positions_picture(kl: dict[str, Sequence[tuple[int, float]]]) -> Any:
         kl: of each method, where a range of positions ends, and the mean KL in it.
     """
     columns = 2
-    legend = LEGEND_LINE * (1 + -(-len(kl) // columns))
-    height = 2.5 + legend
-    figure, axes = new_figure(height, (0.12, 0.48 / height, 0.85, 2 / height))
+    figure, axes = figure_under_legend(len(kl), columns, 2, (0.12, 0.85))
     ends: list[float] = []
     for (name, found), color in zip(kl.items(), itertools.cycle(LINE_COLORS)):
         ends = [log2(end) for end, _ in found]
@@ -199,6 +197,17 @@ def new_figure(height: float, *places: tuple[float, float, float, float]) -> tup
 
     figure = Figure(figsize=(6, height), dpi=100)
     return figure, *(figure.add_axes(place) for place in places)
+
+
+def figure_under_legend(entries: int, columns: int, height: float, *spans: tuple[float, float]) -> tuple[Any, ...]:
+    """A figure with room above its axes for a legend of so many entries, and the axes.
+
+    Args:
+        columns: of the legend. height: of the axes, in inches. spans: left edge and width of each, as shares.
+    """
+    lines = 1 + -(-entries // columns)  # one of them is empty
+    whole = BELOW + height + LEGEND_LINE * lines
+    return new_figure(whole, *((left, BELOW / whole, width, height / whole) for left, width in spans))
 
 
 def label_tokens(axes: Any, exponents: Sequence[float], label: str) -> None:

@@ -204,14 +204,15 @@ def calibration_rows(
         raise ValueError(
             f"{error} Or calibrate without text (--text sampled), or map the weights only (--align none)."
         ) from error
+    whose = "The tokenizer"
     if Path(alignment.text).suffix == TOKEN_IDS:
+        whose = alignment.text
         ids = read_ids(alignment.text)
         rows = cut_rows(ids, beginning_of_text(tokenizer), length, count, alignment.text, at_least)
     else:
         with contextlib.closing(documents(alignment.text, alignment.column)) as texts:
             rows = token_rows(texts, tokenizer, length, count, alignment.text, at_least)
     if int(rows.max()) >= teacher.config.vocab_size:
-        whose = alignment.text if Path(alignment.text).suffix == TOKEN_IDS else "The tokenizer"
         raise ValueError(
             f"{whose} has token {int(rows.max())}, the model's vocabulary only {teacher.config.vocab_size}: "
             "they do not belong together."

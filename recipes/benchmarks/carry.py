@@ -111,17 +111,27 @@ def join(carried: Path, folder: Path) -> list[Path]:
     found = []
     for name, packed in packed_files(carried).items():
         path = folder / name.removesuffix(".xz")
-        made_of = folder / f"{path.name}.sha256"
-        if not path.is_file() or not made_of.is_file() or made_of.read_text() != packed["sha256"]:
+        if hash_of(path) != packed["sha256"]:
             parts = [part for part in (carried / part for part in packed["parts"]) if part.is_file()]
             size = sum(part.stat().st_size for part in parts)
             if size < packed["bytes"]:
                 print(f"{name}: {size / 1e6:.1f} of {packed['bytes'] / 1e6:.1f} MB are here; carry the rest.")
                 continue
             _put_together(parts, path, packed["sha256"], compressed=name.endswith(".xz"))
-            made_of.write_text(packed["sha256"])
+            _hash_file(path).write_text(packed["sha256"])
         found.append(path)
     return found
+
+
+def hash_of(path: Path) -> str | None:
+    """The hash of the packed file that a joined one was made from; None if it is not there."""
+    if path.is_file() and _hash_file(path).is_file():
+        return _hash_file(path).read_text()
+    return None
+
+
+def _hash_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
 
 
 def packed_files(carried: Path) -> dict[str, dict[str, Any]]:

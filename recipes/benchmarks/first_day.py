@@ -25,7 +25,7 @@ from typing import Any
 from convert.io.folder import write_beside
 from convert.teachers.teacher import EMBEDDED_TEACHER, embedded_teacher
 
-from .carry import IDS, join, packed_files
+from .carry import IDS, hash_of, join
 
 HELD_OUT = Path(__file__).parents[1] / "evaluation" / "held_out.txt"
 LIMIT = 360
@@ -71,7 +71,8 @@ def steps(output: Path, teacher: Path, carried: Sequence[Path] = ()) -> dict[str
         if ids.name == IDS:
             found |= distillation(teacher, ids, output)
     if importlib.util.find_spec("vllm") is not None:
-        found["vllm"] = ["recipes.benchmarks.serving", str(output / "serving")]
+        serving = ["recipes.benchmarks.serving", str(output / "serving")]
+        found |= {"models for vllm": [*serving, "--make"], "vllm": serving}
     return found
 
 
@@ -134,7 +135,7 @@ def main(
     write_data(output / "data")
     (output / "stages.json").write_text(json.dumps({"alignment": STAGES}))  # JSON is YAML, too
     brought = [] if carried is None else join(carried, output / "carried")
-    hashes = {} if carried is None else {name: packed["sha256"] for name, packed in packed_files(carried).items()}
+    hashes = {path: hash_of(path) for path in brought}
     teacher = teacher or next((path for path in brought if path.name == EMBEDDED_TEACHER), None) or embedded_teacher()
     record = output / "steps.json"
     known = json.loads(record.read_text()) if record.is_file() else {}
@@ -145,10 +146,12 @@ def main(
     failed = 0
     for what, arguments in planned.items():
         command = [*run, *arguments]
-        made_of = {"command": " ".join(command), "carried": hashes}
+        if only is not None and what not in only:
+            continue
+        used = {path.name: hashes[path] for path in brought if str(path) in command}
+        made_of = {"command": " ".join(command), "carried": used}
         before = known.get(what, {})
-        is_done = before.get("result") == "done" and made_of.items() <= before.items()
-        if is_done or only is not None and what not in only:
+        if before.get("result") == "done" and made_of.items() <= before.items():
             continue
         print(f"{what} ...", flush=True)
         known[what] = take(what, command, output, limit) | made_of

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from convert.checkpoint.pictures import LEAST_KL, LEGEND_LINE, LINE_COLORS, new_figure
+from convert.checkpoint.pictures import LEAST_KL, LINE_COLORS, figure_under_legend
 
 Row = dict[str, Any]
 
@@ -24,14 +24,10 @@ def picture(points: Sequence[Point]) -> Any:
     """KL and recall against the share of a bfloat16 cache."""
     kinds = list(dict.fromkeys(point.kind for point in points))
     columns = 3
-    legend = LEGEND_LINE * (1 + -(-len(kinds) // columns))
-    height = 3 + legend
-    figure, left, right = new_figure(
-        height, (0.12, 0.48 / height, 0.37, 2.5 / height), (0.6, 0.48 / height, 0.37, 2.5 / height)
-    )
+    figure, left, right = figure_under_legend(len(kinds), columns, 2.5, (0.12, 0.37), (0.6, 0.37))
     points = [point if point.kl is None else point._replace(kl=max(point.kl, LEAST_KL)) for point in points]
     for axes, field in ((left, "kl"), (right, "found")):
-        for color, kind in zip(itertools.cycle(LINE_COLORS), kinds):  # noqa: B905, the colours have no end
+        for color, kind in zip(itertools.cycle(LINE_COLORS), kinds):
             of_kind = [(point.share, getattr(point, field)) for point in points if point.kind == kind]
             values = sorted(place for place in of_kind if place[1] is not None)
             if values:
