@@ -1,4 +1,4 @@
-"""Differences between the versions of transformers that this code runs on; no other file asks for a version.
+"""Differences between the versions of transformers and PyTorch that this code runs on; no other file asks for one.
 
 transformers 5.24 renamed a model's cache: `past_key_values`, and `cache_params` of models with a state, are `cache`
 there. Here it is `cache` everywhere, and a model takes both names in every version.
@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import create_causal_mask
@@ -21,6 +22,10 @@ TESTED = "5.24.0"
 
 DRAFTS_SINCE = "5.18.0"
 """First version whose `generate` takes rejected drafts back from every kind of layer; 5.16 may go on with them."""
+
+RECORDINGS_SINCE = "2.14"
+"""First version of PyTorch that surely puts memory and random numbers in order after a CUDA graph that could not be
+recorded; before it, the process may end later (pytorch/pytorch#180395)."""
 
 OLD_CACHE_NAME = "past_key_values"
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else OLD_CACHE_NAME
@@ -41,6 +46,11 @@ def warn_if_newer(version: str = transformers.__version__) -> None:
             f"This hybrid's code was tested with transformers {TESTED} at most, and {version} is installed. If it "
             f"fails, run `convert-to-hybrid update FOLDER` of a newer convert-to-hybrid, or install {TESTED}."
         )
+
+
+def goes_on_after_failed_recordings(version: str = torch.__version__) -> bool:
+    """Return True if this version of PyTorch, built for CUDA, goes on after a graph that could not be recorded."""
+    return torch.version.hip is None and numbers_of(version) >= numbers_of(RECORDINGS_SINCE)
 
 
 def check_drafts(version: str = transformers.__version__) -> None:

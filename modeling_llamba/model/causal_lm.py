@@ -28,7 +28,7 @@ from ..compatibility import (
 )
 from ..hybrid.cache_checkpoint import CacheCheckpoint
 from .cache import RecurrentCache, cache_length, fit_cache, has_attention_layer, new_cache
-from .cuda_graphs import NOT_RECORDED, passes_of_a_call, run_as_graph, take_passes, takes_token
+from .cuda_graphs import NOT_RECORDED, forget_graphs, passes_of_a_call, run_as_graph, take_passes, takes_token
 from .hybrid_model import HybridModel, HybridPreTrainedModel
 
 
@@ -128,6 +128,16 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
             router_logits=outputs.router_logits,
             **{CACHE_NAME: cache_of(outputs)},
         )
+
+    def train(self, mode: bool = True):
+        """Turn training on or off, like PyTorch's; training gets the memory of CUDA graphs."""
+        if mode:
+            forget_graphs(self)
+        return super().train(mode)
+
+    def _apply(self, fn, recurse=True):
+        forget_graphs(self)  # whose weights are about to be moved or converted
+        return super()._apply(fn, recurse)
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):

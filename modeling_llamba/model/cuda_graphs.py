@@ -1,73 +1,91 @@
 """CUDA graphs of the passes of `generate`: of prompts, and of the tokens after them.
 
 A hybrid launches some 40 kernels a layer for a prompt and 25 for a token, which takes the host longer than the GPU. A
-graph launches all of them at once. With HYBRID_CUDA_GRAPHS=1, `generate` on CUDA takes graphs wherever nothing is
-asked of a pass that a graph cannot give. It is not the default, since no GPU has run it yet.
+graph launches all of them at once. `generate` on CUDA takes graphs wherever nothing is asked of a pass that a graph
+cannot give. HYBRID_CUDA_GRAPHS=0 turns them off.
 
 A prompt is padded at its end to the length of a bucket, and counts that lie on the device say how much of each row is
 text. The graph of a bucket and a number of rows is recorded at the first such prompt, and stays with the model, as
 does its cache. All graphs of prompts share one pool for the rest: as much as the largest of them takes without one.
+They go when the model is trained, moved or converted. Prompts that keep a GPU busy for longer than their launches take
+run without one.
 
 For tokens the cache has room for twice what it holds, at addresses that stay, until `generate` ends or the room does.
 Their graph is recorded at the second token of each call.
 
-Each graph of a prompt, and a model's first graph of tokens, is compared with the same pass without it. If they differ,
-or a pass cannot be recorded, a warning says so, and the model goes on without graphs.
+The first passes of each graph of a prompt, and of a model's first graph of tokens, are compared with the same passes
+without it, whose results are taken. If they differ, or a pass cannot be recorded, a warning says so, and the model
+goes on without graphs. Before PyTorch 2.14 a pass that cannot be recorded may end the process later, so that graphs
+are taken there only with HYBRID_CUDA_GRAPHS=1.
 
 Shapes: B batch, L length, D model width, V vocabulary.
 """
 
+import collections
 import contextlib
 import contextvars
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation import GenerationConfig, GenerationMode
-from transformers.utils import logging
 
+from ..compatibility import goes_on_after_failed_recordings
 from ..hybrid.hybrid_cache import HybridLayer
 from ..hybrid.inputs import HybridInputs
 from ..kernels.backend import requested_backend
 from ..kernels.softmax import hiding
 from .cache import MixerLayer, cache_length, copied_layer, grow_again, held_by, make_room, new_cache
+from .recorded import REFUSED, Recorded, agree, has_room, record, refuse
 
-logger = logging.get_logger(__name__)
 DEVICE = "cuda"
 """Kind of device that has graphs."""
 VARIABLE = "HYBRID_CUDA_GRAPHS"
-"""Environment variable that turns graphs on where it is 1."""
+"""Environment variable that turns graphs on where it is 1, and off where it is 0."""
 BUCKETS = (256, 512, 1024, 2048, 4096)
+MOST_WORK = 4e12
+"""Tokens of a prompt's graph, padding and all rows included, times the model's parameters, at most: with 1B parameters
+launches take longer than 4,096 tokens do (docs/results/gpu.md)."""
 MOST_GRAPHS = 8
-"""Graphs of prompts that a model keeps at most."""
+"""Graphs of prompts that a model keeps at most: those of the first sizes that it meets."""
+MOST_MOVES = 3
+"""Times that a model's weights may move until it goes on without graphs."""
 FEWEST_TOKENS = 8
 """New tokens from which on it is worth recording a graph of them."""
 ROOM = 1024
 """Tokens for which a cache gets room at first, beside as many again as it holds."""
-TOLERANCE = 0.05
-"""Relative difference between two runs of a pass: products may be summed in another order, which bfloat16 shows."""
+CHECKS = 2
+"""Passes of a graph that are compared; at the second one, counts on the device must have gone on."""
 LAYERS = {"hybrid", "linear_attention", "full_attention"}
 """Kinds of layers whose passes can be recorded."""
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles do not depend on the length of a text."""
 NOT_RECORDED = {"position_ids", "inputs_embeds", "custom_generate"}
 """Arguments of `generate` with which none of its passes is a graph."""
+WATCHED = ("base_layer", "original_module", "_hf_hook", "_is_fsdp_managed_module", "_fsdp_wrapped_module")
+"""Attributes of modules whose weights or forward are not their own: of PEFT, Accelerate and FSDP."""
 HOOKS = "transformers.utils.output_capturing"
 """Module of the hooks that transformers leaves on a model."""
-REFUSED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models that go on without graphs."""
-CHECKED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models whose graph of tokens gave what the pass without it gives."""
-STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-"""The stream of each device on which graphs are recorded. PyTorch's own is of the device that recorded first."""
-RECORDING = threading.Lock()
-"""Held while a graph is recorded, of which a process can have one at a time."""
+CHECKED: "weakref.WeakKeyDictionary[nn.Module, collections.Counter]" = weakref.WeakKeyDictionary()
+"""Numbers of passes of each model's graphs of tokens that were compared, by rows and whether there is padding."""
+
+
+def wanted() -> bool:
+    """Return True if graphs are wanted, or nothing is said of them, and it is safe to try.
+
+    Raises:
+        ValueError: the environment variable is neither 0 nor 1.
+    """
+    value = os.environ.get(VARIABLE)
+    if value not in (None, "0", "1"):
+        raise ValueError(f"{VARIABLE} is {value!r}; 1 turns CUDA graphs on, 0 turns them off.")
+    return goes_on_after_failed_recordings() if value is None else value == "1"
 
 
 def bucket_of(length: int) -> int | None:
@@ -76,62 +94,6 @@ def bucket_of(length: int) -> int | None:
         if length <= bucket:
             return bucket if bucket <= 2 * length else None
     return None
-
-
-class Recorded:
-    """A pass that runs as one graph, with the same addresses each time.
-
-    Args:
-        compute: the pass, which reads and writes tensors at addresses that stay. pool: memory that it shares with
-            other graphs, whose results are no longer needed when this one runs.
-    """
-
-    def __init__(self, compute: Callable[[], torch.Tensor], device: torch.device, pool: object | None = None):
-        self.graph = torch.cuda.CUDAGraph()
-        stream = STREAMS.setdefault(device, torch.cuda.Stream(device))
-        mode = "thread_local"  # what other threads do with the device does not matter
-        before = torch.cuda.current_stream(device)
-        try:
-            with torch.cuda.device(device), torch.cuda.graph(self.graph, pool, stream, capture_error_mode=mode):
-                self.result = compute()
-        except RuntimeError:
-            torch.cuda.set_stream(before)  # PyTorch stays on the other one after an error
-            raise
-
-    def run(self) -> torch.Tensor:
-        """Run the pass, and return the tensor in which its result lies until the next run."""
-        self.graph.replay()
-        return self.result
-
-
-def record(model: nn.Module, compute: Callable[[], torch.Tensor], pool: object | None = None) -> Recorded | None:
-    """A recorded pass; None where it cannot be recorded, which ends graphs for the model."""
-    try:
-        with RECORDING:
-            return Recorded(compute, model.device, pool)
-    except RuntimeError as error:
-        refuse(model, str(error))
-        return None
-
-
-def refuse(model: nn.Module, why: str) -> None:
-    """Let a model go on without graphs, and say so."""
-    REFUSED.add(model)
-    PROMPTS.pop(model, None)
-    logger.warning(f"`generate` goes on without CUDA graphs, which is slower: {why}")
-
-
-def agree(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Return True if tensors are equal up to the order of sums; rows of bytes may differ in a hundredth of these."""
-    same = []
-    for a, b in zip(found, expected, strict=True):
-        if b.is_floating_point():
-            same.append((a.isfinite() == b.isfinite()).all())
-            a, b = (torch.nan_to_num(t.float(), posinf=0.0, neginf=0.0) for t in (a, b))
-            same.append((a - b).norm() <= TOLERANCE * b.norm() + 1e-6)
-        else:
-            same.append((a != b).sum() <= (b.numel() // 100 if b.dtype == torch.uint8 else 0))
-    return bool(torch.stack(same).all())
 
 
 def seen_by(cache: Cache) -> list[torch.Tensor]:
@@ -152,15 +114,14 @@ class PromptGraph:
         self.counts = torch.full((rows, 1), bucket, device=model.device)
         self.pool = pool
         self.recorded: Recorded | None = None
-        self.cache: Cache | None = None
 
-    def compute(self, model: nn.Module) -> torch.Tensor:
-        """Logits (B, 1, V) after the last token of each row; what is held afterwards is in a new `cache`."""
+    def compute(self, model: nn.Module) -> tuple[torch.Tensor, Cache]:
+        """Logits (B, 1, V) after the last token of each row, and a new cache with what is held afterwards."""
         number = torch.arange(self.ids.shape[1], device=self.ids.device)[None]
         is_text = number < self.counts
         index = torch.where(is_text, number, -1)
         like = model.model.embed_tokens.weight
-        self.cache = new_cache(model.config)
+        cache = new_cache(model.config)
         masks = {
             "full_attention": None,
             "linear_attention": is_text,
@@ -171,9 +132,9 @@ class PromptGraph:
                 end_alike=False,
             ),
         }
-        hidden_states = model.model(self.ids, masks, number, self.cache).last_hidden_state
+        hidden_states = model.model(self.ids, masks, number, cache).last_hidden_state
         last = (self.counts - 1)[..., None].expand(-1, -1, hidden_states.shape[-1])
-        return model.logits_of(hidden_states.gather(1, last))
+        return model.logits_of(hidden_states.gather(1, last)), cache
 
     def fill(self, ids: torch.Tensor, padding: torch.Tensor | None) -> None:
         """Take a prompt (B, L), whose rows begin with so many tokens of padding (B, 1), or with none."""
@@ -187,60 +148,91 @@ class PromptGraph:
 
     def run(self, model: nn.Module, cache: Cache, length: int, padding: torch.Tensor | None) -> torch.Tensor:
         """Logits (B, 1, V) of the prompt that was taken, which enters `cache`, too; the first one is recorded."""
-        if self.recorded is not None:
-            logits = self.recorded.run().clone()
-            self._give(self.cache, cache, length, padding)
-            return logits
-        logits = self.compute(model).clone()
-        expected = self.cache
-        recorded = record(model, lambda: self.compute(model), self.pool)
-        if recorded is not None:
-            found = [recorded.run(), *held_by(self.cache), *seen_by(self.cache)]
-            if agree(found, [logits, *held_by(expected), *seen_by(expected)]):
-                self.recorded = recorded
-            else:
-                refuse(model, "the graph of a prompt gave other results than the prompt without it.")
-        self._give(expected, cache, length, padding)
-        return logits
-
-    def _give(self, held: Cache, cache: Cache, length: int, padding: torch.Tensor | None) -> None:
+        if self.recorded is None:
+            logits, held = self.compute(model)
+            self._record(model, logits, held)
+        else:
+            logits, held = self.recorded.run()
         cache.layers[:] = [copied_layer(layer, length, padding) for layer in held.layers]
+        return logits.clone()
+
+    def _record(self, model: nn.Module, logits: torch.Tensor, held: Cache) -> None:
+        """Record the graph, and compare it with the pass without it: for the prompt, and for another text that is
+        shorter by a token."""
+        self.recorded = record(model, lambda: self.compute(model), self.pool)
+        for check in range(CHECKS):
+            if self.recorded is None:
+                return
+            if check:
+                self.ids.copy_(self.ids.roll(1, dims=1))
+                self.counts.sub_(1).clamp_(min=1)
+                logits, held = self.compute(model)
+            found, in_graph = self.recorded.run()
+            expected = [logits, *held_by(held), *seen_by(held)]
+            if not agree([found, *held_by(in_graph), *seen_by(in_graph)], expected):
+                self.recorded = None
+                refuse(model, "the graph of a prompt gave other results than the prompt without it.")
 
 
 class PromptGraphs:
-    """The graphs of a model's prompts, the latest last.
+    """The graphs of a model's prompts.
 
     Args:
-        weights: addresses of the parameters that they read, and what else they depend on.
+        weights: addresses of the parameters that they read, and what else they depend on. moves: how often these have
+            changed.
     """
 
-    def __init__(self, weights: tuple):
+    def __init__(self, weights: tuple, moves: int):
         self.weights = weights
+        self.moves = moves
         self.graphs: dict[tuple[int, int], PromptGraph] = {}
         self.lock = threading.Lock()
         self.pool = torch.cuda.graph_pool_handle()
+        self.stream: torch.cuda.Stream | None = None
 
-    def of(self, model: nn.Module, rows: int, bucket: int) -> PromptGraph:
-        """The graph for prompts of so many rows in a bucket."""
-        graph = self.graphs.pop((rows, bucket), None) or PromptGraph(model, rows, bucket, self.pool)
-        if len(self.graphs) == MOST_GRAPHS:
-            del self.graphs[next(iter(self.graphs))]
-        self.graphs[rows, bucket] = graph
-        return graph
+    def of(self, model: nn.Module, rows: int, bucket: int) -> PromptGraph | None:
+        """The graph for prompts of so many rows in a bucket; None where there are enough others.
+
+        One that takes another's place would be recorded anew each time, where sizes come in turns.
+        """
+        if (rows, bucket) not in self.graphs:
+            if len(self.graphs) == MOST_GRAPHS:
+                return None
+            self.graphs[rows, bucket] = PromptGraph(model, rows, bucket, self.pool)
+        return self.graphs[rows, bucket]
+
+    def wait(self, device: torch.device) -> None:
+        """Have the current stream wait for the one that ran a graph last, since they share memory."""
+        stream = torch.cuda.current_stream(device)
+        if self.stream is not None and self.stream != stream:
+            stream.wait_stream(self.stream)
+        self.stream = stream
 
 
 PROMPTS: "weakref.WeakKeyDictionary[nn.Module, PromptGraphs]" = weakref.WeakKeyDictionary()
 """The graphs of each model's prompts, for as long as the model is there."""
 
 
-def graphs_of(model: nn.Module) -> PromptGraphs:
-    """The graphs of a model's prompts; new ones if its weights lie elsewhere, or something else has changed."""
+def forget_graphs(model: nn.Module) -> None:
+    """Give back the memory of a model's graphs."""
+    PROMPTS.pop(model, None)
+
+
+def graphs_of(model: nn.Module) -> PromptGraphs | None:
+    """The graphs of a model's prompts; new ones if its weights lie elsewhere, or something else has changed; None if
+    they have moved too often."""
     setting = requested_backend(model.config.backend), model.dtype
     tensors = itertools.chain(model.parameters(), model.buffers())
     weights = *setting, *((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)
     graphs = PROMPTS.get(model)
-    if graphs is None or graphs.weights != weights:
-        graphs = PROMPTS[model] = PromptGraphs(weights)
+    if graphs is not None and graphs.weights == weights:
+        return graphs
+    moves = 0 if graphs is None else graphs.moves + 1
+    if moves > MOST_MOVES:
+        refuse(model, "its weights move from call to call.")
+        forget_graphs(model)
+        return None
+    graphs = PROMPTS[model] = PromptGraphs(weights, moves)
     return graphs
 
 
@@ -261,7 +253,8 @@ class TokenGraph:
         self.most = most
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
         self.column = torch.full((1, 1), length, device=model.device)
-        self.padding = torch.zeros_like(self.ids) if padding is None else padding
+        self.padded = padding is not None
+        self.padding = padding if self.padded else torch.zeros_like(self.ids)
         self.index = self.column - self.padding
         self.recorded: Recorded | None = None
         self.runs = 0
@@ -291,7 +284,7 @@ class TokenGraph:
             self.recorded = record(self.model, self.compute)
         if self.recorded is None:  # the first token, too, at which kernels are compiled
             logits = self.compute()
-        elif self.model not in CHECKED:
+        elif self._checks()[self._kind()] < CHECKS:
             logits = self._checked()
         else:
             logits = self.recorded.run().clone()
@@ -307,11 +300,17 @@ class TokenGraph:
         for t, value in zip(state, before, strict=True):
             t.copy_(value)
         logits = self.compute()
-        CHECKED.add(self.model)
+        self._checks()[self._kind()] += 1
         if not agree(found, [logits, *state]):
             self.recorded = None
             refuse(self.model, "the graph of a token gave other results than the token without it.")
         return logits
+
+    def _checks(self) -> collections.Counter:
+        return CHECKED.setdefault(self.model, collections.Counter())
+
+    def _kind(self) -> tuple[int, bool]:
+        return len(self.ids), self.padded
 
     def _counts(self) -> list[torch.Tensor]:
         """Numbers of tokens that lie on the device."""
@@ -358,7 +357,7 @@ class Passes:
             return self._prompt(model, ids, cache)
         past = cache_length(cache)
         # once tokens come without a mask, as `takes_token` has it, no other pass can take them
-        if not goes_on and (length > 1 or self.most - past < FEWEST_TOKENS):
+        if not goes_on and (length > 1 or self.most - past < FEWEST_TOKENS or not self._fits(model, cache)):
             return None
         most = 2 * past + ROOM
         if self.most > past:  # as it is not with learned prompts, which `generate` does not count
@@ -387,17 +386,26 @@ class Passes:
         bucket = bucket_of(length)
         if self.cache is None or bucket is None or cache_length(cache):
             return None
+        if rows * bucket * sum(t.numel() for t in model.parameters()) > MOST_WORK:
+            return None
         graphs = graphs_of(model)
-        if not graphs.lock.acquire(blocking=False):  # another thread's prompt is in them
+        if graphs is None or not graphs.lock.acquire(blocking=False):  # another thread's prompt is in them
             return None
         try:
             # what is made in inference mode cannot be written outside of it
             with torch.inference_mode(False), torch.no_grad():
+                graphs.wait(model.device)
                 graph = graphs.of(model, rows, bucket)
+                if graph is None:
+                    return None
                 graph.fill(ids, self.padding)
                 return graph.run(model, cache, length, self.padding)
         finally:
             graphs.lock.release()
+
+    def _fits(self, model: nn.Module, cache: Cache) -> bool:
+        """True if there is memory for a cache of twice the length, and for two copies to compare it."""
+        return has_room(model.device, 6 * sum(t.numel() * t.element_size() for t in held_by(cache)))
 
     def close(self) -> None:
         """Let the cache grow again."""
@@ -425,6 +433,8 @@ def passes_of_a_call() -> Iterator[None]:
 def take_passes(model: nn.Module, options: GenerationConfig, mode: GenerationMode, cache: object) -> None:
     """Let the passes of a call of `generate` with this cache be graphs, if they can be."""
     passes = PASSES.get()
+    if model in REFUSED:
+        forget_graphs(model)
     if passes is not None and _allows(model, options, mode) and _grows(cache):
         passes.cache = cache
         passes.most = options.max_length or 0
@@ -463,7 +473,7 @@ def _grows(cache: object) -> bool:
 def _allows(model: nn.Module, options: GenerationConfig, mode: GenerationMode) -> bool:
     """True if a graph can give all that is asked of a model's passes."""
     config = model.config
-    if model.device.type != DEVICE or os.environ.get(VARIABLE) != "1" or model in REFUSED or model.training:
+    if model.device.type != DEVICE or not wanted() or model in REFUSED or model.training:
         return False
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or options.is_assistant:
         return False
@@ -485,10 +495,11 @@ def _allows(model: nn.Module, options: GenerationConfig, mode: GenerationMode) -
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """True for a module with hooks, which a graph would not call, or with adapters, which may be switched."""
-    if any(hasattr(module, name) for name in ("base_layer", "original_module", "_hf_hook")):
+    """True for a module with hooks, which a graph would not call, with adapters, which may be switched, with weights
+    that others hold (FSDP), or that is compiled by itself."""
+    if any(hasattr(module, name) for name in WATCHED):
         return True
-    if "forward" in vars(module):
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
         return True
     hooks = itertools.chain(module._forward_pre_hooks.values(), module._forward_hooks.values())
     # transformers' own stay after the first call that asks for hidden states, and do nothing in others

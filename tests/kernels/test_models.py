@@ -9,7 +9,8 @@ import modeling_llamba.kernels.triton.scans as scans
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_llamba.compatibility import cache_of
 from modeling_llamba.kernels.backend import BACKEND_VARIABLE
-from modeling_llamba.model.cuda_graphs import REFUSED, VARIABLE
+from modeling_llamba.model.cuda_graphs import VARIABLE
+from modeling_llamba.model.recorded import REFUSED
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
 from tests.helpers.hybrid_step import PARTIAL, ROPE, randomised, relative_error
 from tests.kernels.conftest import DEVICE, INTERPRETED

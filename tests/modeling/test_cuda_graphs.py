@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
-from modeling_llamba.model import cuda_graphs
+from modeling_llamba.model import cuda_graphs, recorded
 from modeling_llamba.model.cuda_graphs import VARIABLE
 from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import random_ids
@@ -37,8 +37,10 @@ def test_recorded_passes(monkeypatch, name, padding):
     """Prompts on both sides of a bucket, the tokens after them, and a second turn."""
     monkeypatch.setattr(cuda_graphs, "BUCKETS", (32, 64))
     monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda_graphs, "Recorded", Again)
+    monkeypatch.setattr(recorded, "Recorded", Again)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "has_room", lambda device, size: True)
     model = make_hybrid(**MODELS[name])
     for length in (32, 33):
         found = {}
@@ -54,6 +56,6 @@ def test_recorded_passes(monkeypatch, name, padding):
             cache = {CACHE_NAME: cache_of(first)}
             second = model.generate(both, attention_mask=of_both, **cache, **OPTIONS)
             found[graphs] = torch.stack([*first.logits, *second.logits])
-        assert Again.count == 1 + 2 * 8
+        assert Again.count == cuda_graphs.CHECKS + 2 * 8
         torch.testing.assert_close(found["1"], found["0"])
-    assert model not in cuda_graphs.REFUSED
+    assert model not in recorded.REFUSED

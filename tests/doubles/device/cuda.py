@@ -68,6 +68,7 @@ def replaced(stand_in: "StandIn") -> Iterator[None]:
         stand_in.note_wait("synchronize")
 
     of_c = {
+        "_cuda_clearCublasWorkspaces": lambda: None,
         "_cuda_getDevice": get_device, "_cuda_setDevice": exchange_device, "_cuda_synchronize": wait,
         "_cuda_emptyCache": lambda: None, "_host_emptyCache": lambda: None, "_cuda_memoryStats": stats,
         "_cuda_resetPeakMemoryStats": reset_peak,
