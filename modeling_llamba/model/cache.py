@@ -309,6 +309,11 @@ def held_by(cache: Cache) -> list[torch.Tensor]:
     return [t for layer in cache.layers for t in tensors_of(layer)]
 
 
+def seen_by(cache: Cache) -> list[torch.Tensor]:
+    """Numbers of tokens that each row has had, in the hybrid layers of a cache."""
+    return [layer.held.seen for layer in cache.layers if isinstance(layer, HybridLayer)]
+
+
 def tensors_of(layer) -> list[torch.Tensor]:
     """The tensors a cache layer carries from call to call."""
     if isinstance(layer, HybridLayer):

@@ -28,8 +28,9 @@ from ..compatibility import (
 )
 from ..hybrid.cache_checkpoint import CacheCheckpoint
 from .cache import RecurrentCache, cache_length, fit_cache, has_attention_layer, new_cache
-from .cuda_graphs import NOT_RECORDED, forget_graphs, passes_of_a_call, run_as_graph, take_passes, takes_token
+from .cuda_graphs import NOT_RECORDED, passes_of_a_call, run_as_graph, take_passes, takes_token
 from .hybrid_model import HybridModel, HybridPreTrainedModel
+from .prompt_graphs import forget_graphs
 
 
 def finish_logits(logits: torch.Tensor, config) -> torch.Tensor:

@@ -4,64 +4,41 @@ A hybrid launches some 40 kernels a layer for a prompt and 25 for a token, which
 graph launches all of them at once. `generate` on CUDA takes graphs wherever nothing is asked of a pass that a graph
 cannot give. HYBRID_CUDA_GRAPHS=0 turns them off.
 
-A prompt is padded at its end to the length of a bucket, and counts that lie on the device say how much of each row is
-text. The graph of a bucket and a number of rows is recorded at the first such prompt, and stays with the model, as
-does its cache. All graphs of prompts share one pool for the rest: as much as the largest of them takes without one.
-They go when the model is trained, moved or converted. Prompts that keep a GPU busy for longer than their launches take
-run without one.
-
-For tokens the cache has room for twice what it holds, at addresses that stay, until `generate` ends or the room does.
-Their graph is recorded at the second token of each call.
-
 The first passes of each graph of a prompt, and of a model's first graph of tokens, are compared with the same passes
 without it, whose results are taken. If they differ, or a pass cannot be recorded, a warning says so, and the model
 goes on without graphs. Before PyTorch 2.14 a pass that cannot be recorded may end the process later, so that graphs
 are taken there only with HYBRID_CUDA_GRAPHS=1.
 
-Shapes: B batch, L length, D model width, V vocabulary.
+Shapes: B batch, L length, V vocabulary.
 """
 
-import collections
 import contextlib
 import contextvars
 import itertools
 import os
-import threading
-import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.generation import GenerationConfig, GenerationMode
 
 from ..compatibility import goes_on_after_failed_recordings
 from ..hybrid.hybrid_cache import HybridLayer
-from ..hybrid.inputs import HybridInputs
-from ..kernels.backend import requested_backend
-from ..kernels.softmax import hiding
-from .cache import MixerLayer, cache_length, copied_layer, grow_again, held_by, make_room, new_cache
-from .recorded import REFUSED, Recorded, agree, has_room, record, refuse
+from .cache import MixerLayer, cache_length, held_by
+from .prompt_graphs import MOST_WORK, bucket_of, forget_graphs, graphs_of
+from .recorded import REFUSED, has_room
+from .token_graph import TokenGraph
 
 DEVICE = "cuda"
 """Kind of device that has graphs."""
 VARIABLE = "HYBRID_CUDA_GRAPHS"
 """Environment variable that turns graphs on where it is 1, and off where it is 0."""
-BUCKETS = (256, 512, 1024, 2048, 4096)
-MOST_WORK = 4e12
-"""Tokens of a prompt's graph, padding and all rows included, times the model's parameters, at most: with 1B parameters
-launches take longer than 4,096 tokens do (docs/results/gpu.md)."""
-MOST_GRAPHS = 8
-"""Graphs of prompts that a model keeps at most: those of the first sizes that it meets."""
-MOST_MOVES = 3
-"""Times that a model's weights may move until it goes on without graphs."""
 FEWEST_TOKENS = 8
 """New tokens from which on it is worth recording a graph of them."""
 ROOM = 1024
 """Tokens for which a cache gets room at first, beside as many again as it holds."""
-CHECKS = 2
-"""Passes of a graph that are compared; at the second one, counts on the device must have gone on."""
 LAYERS = {"hybrid", "linear_attention", "full_attention"}
 """Kinds of layers whose passes can be recorded."""
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -72,8 +49,6 @@ WATCHED = ("base_layer", "original_module", "_hf_hook", "_is_fsdp_managed_module
 """Attributes of modules whose weights or forward are not their own: of PEFT, Accelerate and FSDP."""
 HOOKS = "transformers.utils.output_capturing"
 """Module of the hooks that transformers leaves on a model."""
-CHECKED: "weakref.WeakKeyDictionary[nn.Module, collections.Counter]" = weakref.WeakKeyDictionary()
-"""Numbers of passes of each model's graphs of tokens that were compared, by rows and whether there is padding."""
 
 
 def wanted() -> bool:
@@ -86,247 +61,6 @@ def wanted() -> bool:
     if value not in (None, "0", "1"):
         raise ValueError(f"{VARIABLE} is {value!r}; 1 turns CUDA graphs on, 0 turns them off.")
     return goes_on_after_failed_recordings() if value is None else value == "1"
-
-
-def bucket_of(length: int) -> int | None:
-    """Tokens of the bucket for a prompt; None for one that is too long, or shorter than half of its bucket."""
-    for bucket in BUCKETS:
-        if length <= bucket:
-            return bucket if bucket <= 2 * length else None
-    return None
-
-
-def seen_by(cache: Cache) -> list[torch.Tensor]:
-    """Numbers of tokens that each row has had, in the hybrid layers of a cache."""
-    return [layer.held.seen for layer in cache.layers if isinstance(layer, HybridLayer)]
-
-
-class PromptGraph:
-    """Prompts of one bucket and number of rows.
-
-    Args:
-        model: for causal language modelling. rows: B. bucket: tokens of a prompt, padding included. pool: memory of
-            all the model's graphs of prompts.
-    """
-
-    def __init__(self, model: nn.Module, rows: int, bucket: int, pool: object):
-        self.ids = torch.zeros(rows, bucket, dtype=torch.long, device=model.device)
-        self.counts = torch.full((rows, 1), bucket, device=model.device)
-        self.pool = pool
-        self.recorded: Recorded | None = None
-
-    def compute(self, model: nn.Module) -> tuple[torch.Tensor, Cache]:
-        """Logits (B, 1, V) after the last token of each row, and a new cache with what is held afterwards."""
-        number = torch.arange(self.ids.shape[1], device=self.ids.device)[None]
-        is_text = number < self.counts
-        index = torch.where(is_text, number, -1)
-        like = model.model.embed_tokens.weight
-        cache = new_cache(model.config)
-        masks = {
-            "full_attention": None,
-            "linear_attention": is_text,
-            "hybrid": HybridInputs(
-                index,
-                start=0,
-                sink_rotary=model.model.sink_rotary(like, number, number, self.ids.shape[1]),
-                end_alike=False,
-            ),
-        }
-        hidden_states = model.model(self.ids, masks, number, cache).last_hidden_state
-        last = (self.counts - 1)[..., None].expand(-1, -1, hidden_states.shape[-1])
-        return model.logits_of(hidden_states.gather(1, last)), cache
-
-    def fill(self, ids: torch.Tensor, padding: torch.Tensor | None) -> None:
-        """Take a prompt (B, L), whose rows begin with so many tokens of padding (B, 1), or with none."""
-        length = ids.shape[1]
-        self.counts.fill_(length)
-        if padding is not None:
-            self.counts.sub_(padding)
-            columns = torch.arange(length, device=ids.device) + padding
-            ids = ids.gather(1, columns.clamp(max=length - 1))
-        self.ids[:, :length] = ids
-
-    def run(self, model: nn.Module, cache: Cache, length: int, padding: torch.Tensor | None) -> torch.Tensor:
-        """Logits (B, 1, V) of the prompt that was taken, which enters `cache`, too; the first one is recorded."""
-        if self.recorded is None:
-            logits, held = self.compute(model)
-            self._record(model, logits, held)
-        else:
-            logits, held = self.recorded.run()
-        cache.layers[:] = [copied_layer(layer, length, padding) for layer in held.layers]
-        return logits.clone()
-
-    def _record(self, model: nn.Module, logits: torch.Tensor, held: Cache) -> None:
-        """Record the graph, and compare it with the pass without it: for the prompt, and for another text that is
-        shorter by a token."""
-        self.recorded = record(model, lambda: self.compute(model), self.pool)
-        for check in range(CHECKS):
-            if self.recorded is None:
-                return
-            if check:
-                self.ids.copy_(self.ids.roll(1, dims=1))
-                self.counts.sub_(1).clamp_(min=1)
-                logits, held = self.compute(model)
-            found, in_graph = self.recorded.run()
-            expected = [logits, *held_by(held), *seen_by(held)]
-            if not agree([found, *held_by(in_graph), *seen_by(in_graph)], expected):
-                self.recorded = None
-                refuse(model, "the graph of a prompt gave other results than the prompt without it.")
-
-
-class PromptGraphs:
-    """The graphs of a model's prompts.
-
-    Args:
-        weights: addresses of the parameters that they read, and what else they depend on. moves: how often these have
-            changed.
-    """
-
-    def __init__(self, weights: tuple, moves: int):
-        self.weights = weights
-        self.moves = moves
-        self.graphs: dict[tuple[int, int], PromptGraph] = {}
-        self.lock = threading.Lock()
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream: torch.cuda.Stream | None = None
-
-    def of(self, model: nn.Module, rows: int, bucket: int) -> PromptGraph | None:
-        """The graph for prompts of so many rows in a bucket; None where there are enough others.
-
-        One that takes another's place would be recorded anew each time, where sizes come in turns.
-        """
-        if (rows, bucket) not in self.graphs:
-            if len(self.graphs) == MOST_GRAPHS:
-                return None
-            self.graphs[rows, bucket] = PromptGraph(model, rows, bucket, self.pool)
-        return self.graphs[rows, bucket]
-
-    def wait(self, device: torch.device) -> None:
-        """Have the current stream wait for the one that ran a graph last, since they share memory."""
-        stream = torch.cuda.current_stream(device)
-        if self.stream is not None and self.stream != stream:
-            stream.wait_stream(self.stream)
-        self.stream = stream
-
-
-PROMPTS: "weakref.WeakKeyDictionary[nn.Module, PromptGraphs]" = weakref.WeakKeyDictionary()
-"""The graphs of each model's prompts, for as long as the model is there."""
-
-
-def forget_graphs(model: nn.Module) -> None:
-    """Give back the memory of a model's graphs."""
-    PROMPTS.pop(model, None)
-
-
-def graphs_of(model: nn.Module) -> PromptGraphs | None:
-    """The graphs of a model's prompts; new ones if its weights lie elsewhere, or something else has changed; None if
-    they have moved too often."""
-    setting = requested_backend(model.config.backend), model.dtype
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    weights = *setting, *((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)
-    graphs = PROMPTS.get(model)
-    if graphs is not None and graphs.weights == weights:
-        return graphs
-    moves = 0 if graphs is None else graphs.moves + 1
-    if moves > MOST_MOVES:
-        refuse(model, "its weights move from call to call.")
-        forget_graphs(model)
-        return None
-    graphs = PROMPTS[model] = PromptGraphs(weights, moves)
-    return graphs
-
-
-class TokenGraph:
-    """Tokens of one call of `generate`, one of each row at a time.
-
-    Args:
-        cache: with `length` tokens; it gets room for `most`. padding: (B, 1), tokens of padding that rows begin with,
-            or None.
-    """
-
-    def __init__(
-        self, model: nn.Module, cache: Cache, length: int, most: int, rows: int, padding: torch.Tensor | None
-    ):
-        self.model = model
-        self.cache = cache
-        self.length = length
-        self.most = most
-        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        self.column = torch.full((1, 1), length, device=model.device)
-        self.padded = padding is not None
-        self.padding = padding if self.padded else torch.zeros_like(self.ids)
-        self.index = self.column - self.padding
-        self.recorded: Recorded | None = None
-        self.runs = 0
-        make_room(cache, most)
-
-    def compute(self) -> torch.Tensor:
-        """Logits (B, 1, V) of a token of each row, which enters the cache."""
-        columns = torch.arange(self.most, device=self.ids.device)[None]
-        hidden = (columns > self.column) | (columns < self.padding)
-        mask = hiding(hidden, self.model.dtype)[:, None, None]
-        index = self.index.clone()
-        far = self.model.model.sink_rotary(self.model.model.embed_tokens.weight, index, index, self.most)
-        masks = {
-            "full_attention": mask,
-            "linear_attention": None,
-            "hybrid": HybridInputs(index, sink_rotary=far, causal_mask=mask),
-        }
-        hidden_states = self.model.model(self.ids, masks, index, self.cache).last_hidden_state
-        self.column.add_(1)
-        self.index.add_(1)
-        return self.model.logits_of(hidden_states)
-
-    def run(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits (B, 1, V) of the next token (B, 1) of each row."""
-        self.ids.copy_(ids)
-        if self.runs == 1 and self.model not in REFUSED:
-            self.recorded = record(self.model, self.compute)
-        if self.recorded is None:  # the first token, too, at which kernels are compiled
-            logits = self.compute()
-        elif self._checks()[self._kind()] < CHECKS:
-            logits = self._checked()
-        else:
-            logits = self.recorded.run().clone()
-        self.runs += 1
-        self.length += 1
-        return logits
-
-    def _checked(self) -> torch.Tensor:
-        """Run the graph, and then the pass without it from the same state; the results are those of the latter."""
-        state = [*held_by(self.cache), *self._counts()]
-        before = [t.clone() for t in state]
-        found = [self.recorded.run().clone(), *(t.clone() for t in state)]
-        for t, value in zip(state, before, strict=True):
-            t.copy_(value)
-        logits = self.compute()
-        self._checks()[self._kind()] += 1
-        if not agree(found, [logits, *state]):
-            self.recorded = None
-            refuse(self.model, "the graph of a token gave other results than the token without it.")
-        return logits
-
-    def _checks(self) -> collections.Counter:
-        return CHECKED.setdefault(self.model, collections.Counter())
-
-    def _kind(self) -> tuple[int, bool]:
-        return len(self.ids), self.padded
-
-    def _counts(self) -> list[torch.Tensor]:
-        """Numbers of tokens that lie on the device."""
-        found = [self.column, self.index, *seen_by(self.cache)]
-        for layer in self.cache.layers:
-            if isinstance(layer, HybridLayer):
-                found.append(layer.length)
-                layer = layer.kept
-            if isinstance(layer, StaticLayer) and layer.is_initialized:
-                found.append(layer.cumulative_length)
-        return found
-
-    def close(self) -> None:
-        """Let the cache grow again."""
-        with torch.no_grad():
-            grow_again(self.cache, self.length)
 
 
 class Passes:

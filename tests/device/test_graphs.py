@@ -7,17 +7,12 @@ import torch
 from transformers import StaticCache
 
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
-from modeling_llamba.model import cuda_graphs
+from modeling_llamba.model import cuda_graphs, prompt_graphs
 from modeling_llamba.model.cache import held_by
-from modeling_llamba.model.cuda_graphs import (
-    CHECKED,
-    CHECKS,
-    PROMPTS,
-    VARIABLE,
-    TokenGraph,
-    bucket_of,
-)
-from modeling_llamba.model.recorded import REFUSED, Recorded
+from modeling_llamba.model.cuda_graphs import VARIABLE
+from modeling_llamba.model.prompt_graphs import PROMPTS, PromptGraph, bucket_of
+from modeling_llamba.model.recorded import CHECKS, REFUSED, Recorded
+from modeling_llamba.model.token_graph import CHECKED, TokenGraph
 from tests.device.conftest import IS_THERE
 from tests.doubles.device import StandIn
 from tests.helpers.hybrids import make_hybrid
@@ -50,7 +45,7 @@ LENGTHS = (31, 32, 33, 64)
 def device(monkeypatch):
     """A stand-in; buckets are small there."""
     monkeypatch.setenv(VARIABLE, "1")
-    monkeypatch.setattr(cuda_graphs, "BUCKETS", (32, 64))
+    monkeypatch.setattr(prompt_graphs, "BUCKETS", (32, 64))
     with StandIn() as device:
         yield device
 
@@ -138,7 +133,7 @@ def test_nothing_is_left_to_the_host(device, name, monkeypatch):
 
     model.generate(**text(50), **OPTIONS)
     monkeypatch.setattr(TokenGraph, "run", counted(TokenGraph.run, tokens))
-    monkeypatch.setattr(cuda_graphs.PromptGraph, "run", counted(cuda_graphs.PromptGraph.run, prompts))
+    monkeypatch.setattr(PromptGraph, "run", counted(PromptGraph.run, prompts))
     replay = Recorded.run
 
     def noted(self):
@@ -250,7 +245,7 @@ def test_prompts_of_two_threads(device):
 
 
 @pytest.mark.parametrize("fault", ["waits", "differs"])
-@pytest.mark.parametrize("of", [cuda_graphs.PromptGraph, TokenGraph])
+@pytest.mark.parametrize("of", [PromptGraph, TokenGraph])
 def test_a_fault_of_a_graph_is_said_and_left_behind(device, monkeypatch, caplog, fault, of):
     """Where a pass looks at the device, or depends on more than a graph can follow, results are those without it."""
     model, prompt = make_model("hybrids"), text(50)
@@ -259,7 +254,7 @@ def test_a_fault_of_a_graph_is_said_and_left_behind(device, monkeypatch, caplog,
 
     def faulty(*arguments):
         result = compute(*arguments)
-        logits = result[0] if of is cuda_graphs.PromptGraph else result
+        logits = result[0] if of is PromptGraph else result
         if fault == "waits":
             logits.abs().max().item()
         elif device.tape is not None:
@@ -278,7 +273,7 @@ def test_a_fault_of_a_graph_is_said_and_left_behind(device, monkeypatch, caplog,
 def test_what_the_first_prompt_of_a_graph_cannot_show(device, monkeypatch, caplog):
     """A count that stays is seen by a second comparison, with another text."""
     model = make_model("hybrids")
-    compute = cuda_graphs.PromptGraph.compute
+    compute = PromptGraph.compute
 
     def with_count_of_the_first(self, model):
         counts = self.counts
@@ -289,7 +284,7 @@ def test_what_the_first_prompt_of_a_graph_cannot_show(device, monkeypatch, caplo
         self.counts = counts
         return result
 
-    monkeypatch.setattr(cuda_graphs.PromptGraph, "compute", with_count_of_the_first)
+    monkeypatch.setattr(PromptGraph, "compute", with_count_of_the_first)
     prompt = text(50)
     check_equal(model.generate(**prompt, **OPTIONS), without(model, **prompt, **OPTIONS))
     assert model in REFUSED
@@ -320,7 +315,7 @@ def test_prompts_with_much_work_are_no_graph(device, monkeypatch):
 
 def test_sizes_that_come_in_turns(device, monkeypatch):
     """None takes the place of another, which would be recorded again."""
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(prompt_graphs, "MOST_GRAPHS", 1)
     model, counts = make_model("hybrids"), []
     for length in (32, 64, 32):
         prompt = text(length)
@@ -340,7 +335,7 @@ def test_without_memory_tokens_are_no_graph(device, monkeypatch):
 
 
 def test_weights_that_move_end_graphs(device, monkeypatch, caplog):
-    monkeypatch.setattr(cuda_graphs, "MOST_MOVES", 1)
+    monkeypatch.setattr(prompt_graphs, "MOST_MOVES", 1)
     model, prompt = make_model("hybrids"), text(50)
     weight = model.model.layers[0].mlp.down_proj.weight
     for _ in range(3):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
-from modeling_llamba.model import cuda_graphs, recorded
+from modeling_llamba.model import cuda_graphs, prompt_graphs, recorded
 from modeling_llamba.model.cuda_graphs import VARIABLE
 from tests.helpers.hybrids import make_hybrid
 from tests.helpers.teachers import random_ids
@@ -35,7 +35,7 @@ class Again:
 @pytest.mark.parametrize("name", MODELS)
 def test_recorded_passes(monkeypatch, name, padding):
     """Prompts on both sides of a bucket, the tokens after them, and a second turn."""
-    monkeypatch.setattr(cuda_graphs, "BUCKETS", (32, 64))
+    monkeypatch.setattr(prompt_graphs, "BUCKETS", (32, 64))
     monkeypatch.setattr(cuda_graphs, "DEVICE", "cpu")
     monkeypatch.setattr(recorded, "Recorded", Again)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -56,6 +56,6 @@ def test_recorded_passes(monkeypatch, name, padding):
             cache = {CACHE_NAME: cache_of(first)}
             second = model.generate(both, attention_mask=of_both, **cache, **OPTIONS)
             found[graphs] = torch.stack([*first.logits, *second.logits])
-        assert Again.count == cuda_graphs.CHECKS + 2 * 8
+        assert Again.count == recorded.CHECKS + 2 * 8
         torch.testing.assert_close(found["1"], found["0"])
     assert model not in recorded.REFUSED
