@@ -5,9 +5,9 @@ graph launches all of them at once. `generate` on CUDA takes graphs wherever not
 cannot give. HYBRID_CUDA_GRAPHS=0 turns them off.
 
 The first passes of each graph of a prompt, and of a model's first graph of tokens, are compared with the same passes
-without it, whose results are taken. If they differ, or a pass cannot be recorded, a warning says so, and the model
-goes on without graphs. Before PyTorch 2.14 a pass that cannot be recorded may end the process later, so that graphs
-are taken there only with HYBRID_CUDA_GRAPHS=1.
+without it. If they differ, or a pass cannot be recorded, a warning says so, and the model goes on without graphs.
+Before PyTorch 2.14 a pass that cannot be recorded may end the process later, so that graphs are taken there only with
+HYBRID_CUDA_GRAPHS=1.
 
 Shapes: B batch, L length, V vocabulary.
 """
@@ -27,7 +27,7 @@ from transformers.generation import GenerationConfig, GenerationMode
 from ..compatibility import goes_on_after_failed_recordings
 from ..hybrid.hybrid_cache import HybridLayer
 from .cache import MixerLayer, cache_length, held_by
-from .prompt_graphs import MOST_WORK, bucket_of, forget_graphs, graphs_of
+from .prompt_graphs import forget_graphs, graphs_of
 from .recorded import REFUSED, has_room
 from .token_graph import TokenGraph
 
@@ -116,11 +116,7 @@ class Passes:
             self.padding = (~real).sum(1, keepdim=True)
 
     def _prompt(self, model: nn.Module, ids: torch.Tensor, cache: Cache) -> torch.Tensor | None:
-        rows, length = ids.shape
-        bucket = bucket_of(length)
-        if self.cache is None or bucket is None or cache_length(cache):
-            return None
-        if rows * bucket * sum(t.numel() for t in model.parameters()) > MOST_WORK:
+        if self.cache is None or cache_length(cache):
             return None
         graphs = graphs_of(model)
         if graphs is None or not graphs.lock.acquire(blocking=False):  # another thread's prompt is in them
@@ -128,12 +124,7 @@ class Passes:
         try:
             # what is made in inference mode cannot be written outside of it
             with torch.inference_mode(False), torch.no_grad():
-                graphs.wait(model.device)
-                graph = graphs.of(model, rows, bucket)
-                if graph is None:
-                    return None
-                graph.fill(ids, self.padding)
-                return graph.run(model, cache, length, self.padding)
+                return graphs.run(model, ids, cache, self.padding)
         finally:
             graphs.lock.release()
 

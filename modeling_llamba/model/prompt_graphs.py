@@ -1,10 +1,11 @@
 """CUDA graphs of prompts, which stay with a model.
 
 A prompt is padded at its end to the length of a bucket, and counts that lie on the device say how much of each row is
-text. The graph of a bucket and a number of rows is recorded at the first such prompt, and stays with the model, as
-does its cache. All graphs of prompts share one pool for the rest: as much as the largest of them takes without one.
-They go when the model is trained, moved or converted. Prompts that keep a GPU busy for longer than their launches take
-run without one.
+text. One that is longer than all buckets is read in chunks, each of which begins with what the graph of the one before
+holds. The graph of a bucket, a number of rows and a first token is recorded at the first such prompt, and stays with
+the model, as does its cache. All graphs of prompts share one pool for the rest: as much as the largest of them takes
+without one. They go when the model is trained, moved or converted. Prompts that keep a GPU busy for longer than their
+launches take run without one.
 
 Shapes: B batch, L length, D model width, V vocabulary.
 """
@@ -19,64 +20,79 @@ from transformers.cache_utils import Cache
 
 from ..hybrid.inputs import HybridInputs
 from ..kernels.backend import requested_backend
+from ..kernels.softmax import hiding
 from .cache import copied_layer, held_by, new_cache, seen_by
-from .recorded import CHECKS, Recorded, agree, record, refuse
+from .recorded import Recorded, agree, record, refuse
 
 BUCKETS = (256, 512, 1024, 2048, 4096)
 MOST_WORK = 4e12
 """Tokens of a prompt's graph, padding and all rows included, times the model's parameters, at most: with 1B parameters
 launches take longer than 4,096 tokens do (docs/results/gpu.md)."""
 MOST_GRAPHS = 8
-"""Graphs of prompts that a model keeps at most: those of the first sizes that it meets."""
+"""Graphs that a model keeps at most: those of the first sizes of prompts that it meets."""
 MOST_MOVES = 3
 """Times that a model's weights may move until it goes on without graphs."""
 
 
-def bucket_of(length: int) -> int | None:
-    """Tokens of the bucket for a prompt; None for one that is too long, or shorter than half of its bucket."""
-    for bucket in BUCKETS:
-        if length <= bucket:
-            return bucket if bucket <= 2 * length else None
-    return None
+def chunks_of(length: int) -> list[tuple[int, int]]:
+    """The first token and the bucket of each chunk of a prompt, all but the last of which are full; none for a prompt
+    that is shorter than half of its bucket, or has more chunks than a model keeps graphs."""
+    most = BUCKETS[-1]
+    starts = range(0, length, most)
+    if len(starts) > MOST_GRAPHS:
+        return []
+    last = next(bucket for bucket in BUCKETS if length - starts[-1] <= bucket)
+    if last > 2 * length:
+        return []
+    return [*((start, most) for start in starts[:-1]), (starts[-1], last)]
 
 
 class PromptGraph:
-    """Prompts of one bucket and number of rows.
+    """A chunk of prompts, of one bucket and number of rows.
 
     Args:
-        model: for causal language modelling. rows: B. bucket: tokens of a prompt, padding included. pool: memory of
-            all the model's graphs of prompts.
+        model: for causal language modelling. rows: B. bucket: tokens, padding included. pool: memory of all the
+            model's graphs of prompts. before: the chunk before this one, or None.
     """
 
-    def __init__(self, model: nn.Module, rows: int, bucket: int, pool: object):
+    def __init__(self, model: nn.Module, rows: int, bucket: int, pool: object, before: "PromptGraph | None"):
         self.ids = torch.zeros(rows, bucket, dtype=torch.long, device=model.device)
         self.counts = torch.full((rows, 1), bucket, device=model.device)
         self.pool = pool
+        self.before = before
+        self.start = 0 if before is None else before.start + before.ids.shape[1]
         self.recorded: Recorded | None = None
 
     def compute(self, model: nn.Module) -> tuple[torch.Tensor, Cache]:
         """Logits (B, 1, V) after the last token of each row, and a new cache with what is held afterwards."""
         number = torch.arange(self.ids.shape[1], device=self.ids.device)[None]
         is_text = number < self.counts
-        index = torch.where(is_text, number, -1)
+        position = self.start + number
+        end = self.start + self.ids.shape[1]
         like = model.model.embed_tokens.weight
-        cache = new_cache(model.config)
+        cache, mask = new_cache(model.config), None
+        if self.before is not None:
+            _, held = self.before.recorded.result
+            cache.layers[:] = [copied_layer(layer, self.start, None) for layer in held.layers]
+            columns = torch.arange(end, device=self.ids.device)
+            mask = hiding(columns > position[..., None], like.dtype)[:, None]
         masks = {
-            "full_attention": None,
+            "full_attention": mask,
             "linear_attention": is_text,
             "hybrid": HybridInputs(
-                index,
-                start=0,
-                sink_rotary=model.model.sink_rotary(like, number, number, self.ids.shape[1]),
+                torch.where(is_text, position, -1),
+                start=self.start,
+                sink_rotary=model.model.sink_rotary(like, position, position, end),
+                causal_mask=mask,
                 end_alike=False,
             ),
         }
-        hidden_states = model.model(self.ids, masks, number, cache).last_hidden_state
+        hidden_states = model.model(self.ids, masks, position, cache).last_hidden_state
         last = (self.counts - 1)[..., None].expand(-1, -1, hidden_states.shape[-1])
         return model.logits_of(hidden_states.gather(1, last)), cache
 
     def fill(self, ids: torch.Tensor, padding: torch.Tensor | None) -> None:
-        """Take a prompt (B, L), whose rows begin with so many tokens of padding (B, 1), or with none."""
+        """Take a chunk (B, L), whose rows begin with so many tokens of padding (B, 1), or with none."""
         length = ids.shape[1]
         self.counts.fill_(length)
         if padding is not None:
@@ -85,32 +101,32 @@ class PromptGraph:
             ids = ids.gather(1, columns.clamp(max=length - 1))
         self.ids[:, :length] = ids
 
-    def run(self, model: nn.Module, cache: Cache, length: int, padding: torch.Tensor | None) -> torch.Tensor:
-        """Logits (B, 1, V) of the prompt that was taken, which enters `cache`, too; the first one is recorded."""
+    def run(self, model: nn.Module) -> tuple[torch.Tensor, Cache] | None:
+        """Run the chunk that was taken: the results of `compute`, until the next run; None without a graph."""
         if self.recorded is None:
-            logits, held = self.compute(model)
-            self._record(model, logits, held)
+            self._record(model)
         else:
-            logits, held = self.recorded.run()
-        cache.layers[:] = [copied_layer(layer, length, padding) for layer in held.layers]
-        return logits.clone()
+            self.recorded.run()
+        return None if self.recorded is None else self.recorded.result
 
-    def _record(self, model: nn.Module, logits: torch.Tensor, held: Cache) -> None:
-        """Record the graph, and compare it with the pass without it: for the prompt, and for another text that is
-        shorter by a token."""
-        self.recorded = record(model, lambda: self.compute(model), self.pool)
-        for check in range(CHECKS):
-            if self.recorded is None:
+    def _record(self, model: nn.Module) -> None:
+        """Record the graph, and compare it with the pass without it: for another text, which is shorter by a token,
+        and for the chunk."""
+        recorded = None
+        another = self.ids.roll(1, dims=1), (self.counts - 1).clamp(min=1)
+        for ids, counts in (another, (self.ids.clone(), self.counts.clone())):
+            self.ids.copy_(ids)
+            self.counts.copy_(counts)
+            logits, held = self.compute(model)
+            recorded = recorded or record(model, lambda: self.compute(model), self.pool)
+            if recorded is None:
                 return
-            if check:
-                self.ids.copy_(self.ids.roll(1, dims=1))
-                self.counts.sub_(1).clamp_(min=1)
-                logits, held = self.compute(model)
-            found, in_graph = self.recorded.run()
+            found, in_graph = recorded.run()
             expected = [logits, *held_by(held), *seen_by(held)]
             if not agree([found, *held_by(in_graph), *seen_by(in_graph)], expected):
-                self.recorded = None
                 refuse(model, "the graph of a prompt gave other results than the prompt without it.")
+                return
+        self.recorded = recorded
 
 
 class PromptGraphs:
@@ -124,23 +140,51 @@ class PromptGraphs:
     def __init__(self, weights: tuple, moves: int):
         self.weights = weights
         self.moves = moves
-        self.graphs: dict[tuple[int, int], PromptGraph] = {}
+        self.graphs: dict[tuple[int, int, int], PromptGraph] = {}
         self.lock = threading.Lock()
         self.pool = torch.cuda.graph_pool_handle()
         self.stream: torch.cuda.Stream | None = None
 
-    def of(self, model: nn.Module, rows: int, bucket: int) -> PromptGraph | None:
-        """The graph for prompts of so many rows in a bucket; None where there are enough others.
+    def run(
+        self, model: nn.Module, ids: torch.Tensor, cache: Cache, padding: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Logits (B, 1, V) of a prompt (B, L), which enters `cache`, too; None where it has no graphs.
+
+        Args:
+            padding: (B, 1), tokens of padding that rows begin with, or None.
+        """
+        rows, length = ids.shape
+        chunks, graph = chunks_of(length), None
+        work = rows * max((bucket for _, bucket in chunks), default=0) * sum(t.numel() for t in model.parameters())
+        # a row whose text ends within a chunk that is not the last has nothing in the next one
+        if not chunks or work > MOST_WORK or (padding is not None and len(chunks) > 1):
+            return None
+        self._wait(model.device)
+        for start, bucket in chunks:
+            graph = self._graph(model, rows, bucket, graph)
+            if graph is None:
+                return None
+            graph.fill(ids[:, start : start + bucket], padding)
+            found = graph.run(model)
+            if found is None:
+                return None
+        logits, held = found
+        cache.layers[:] = [copied_layer(layer, length, padding) for layer in held.layers]
+        return logits.clone()
+
+    def _graph(self, model: nn.Module, rows: int, bucket: int, before: PromptGraph | None) -> PromptGraph | None:
+        """The graph of a chunk of so many rows; None where there are enough others.
 
         One that takes another's place would be recorded anew each time, where sizes come in turns.
         """
-        if (rows, bucket) not in self.graphs:
+        key = rows, 0 if before is None else before.start + before.ids.shape[1], bucket
+        if key not in self.graphs:
             if len(self.graphs) == MOST_GRAPHS:
                 return None
-            self.graphs[rows, bucket] = PromptGraph(model, rows, bucket, self.pool)
-        return self.graphs[rows, bucket]
+            self.graphs[key] = PromptGraph(model, rows, bucket, self.pool, before)
+        return self.graphs[key]
 
-    def wait(self, device: torch.device) -> None:
+    def _wait(self, device: torch.device) -> None:
         """Have the current stream wait for the one that ran a graph last, since they share memory."""
         stream = torch.cuda.current_stream(device)
         if self.stream is not None and self.stream != stream:

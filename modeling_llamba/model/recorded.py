@@ -13,8 +13,6 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 TOLERANCE = 0.05
 """Relative difference between two runs of a pass: products may be summed in another order, which bfloat16 shows."""
-CHECKS = 2
-"""Passes of a graph that are compared; at the second one, counts on the device must have gone on."""
 REFUSED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Models that go on without graphs."""
 STREAMS: dict[torch.device, torch.cuda.Stream] = {}

@@ -17,8 +17,10 @@ from ..hybrid.hybrid_cache import HybridLayer
 from ..hybrid.inputs import HybridInputs
 from ..kernels.softmax import hiding
 from .cache import grow_again, held_by, make_room, seen_by
-from .recorded import CHECKS, REFUSED, Recorded, agree, record, refuse
+from .recorded import REFUSED, Recorded, agree, record, refuse
 
+CHECKS = 2
+"""Passes of a graph that are compared; at the second one, counts on the device must have gone on."""
 CHECKED: "weakref.WeakKeyDictionary[nn.Module, collections.Counter]" = weakref.WeakKeyDictionary()
 """Numbers of passes of each model's graphs of tokens that were compared, by rows and whether there is padding."""
 

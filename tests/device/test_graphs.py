@@ -10,9 +10,9 @@ from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from modeling_llamba.model import cuda_graphs, prompt_graphs
 from modeling_llamba.model.cache import held_by
 from modeling_llamba.model.cuda_graphs import VARIABLE
-from modeling_llamba.model.prompt_graphs import PROMPTS, PromptGraph, bucket_of
-from modeling_llamba.model.recorded import CHECKS, REFUSED, Recorded
-from modeling_llamba.model.token_graph import CHECKED, TokenGraph
+from modeling_llamba.model.prompt_graphs import PROMPTS, PromptGraph, chunks_of
+from modeling_llamba.model.recorded import REFUSED, Recorded
+from modeling_llamba.model.token_graph import CHECKED, CHECKS, TokenGraph
 from tests.device.conftest import IS_THERE
 from tests.doubles.device import StandIn
 from tests.helpers.hybrids import make_hybrid
@@ -37,6 +37,8 @@ MODELS = {
     "mamba1": dict(pattern="hybrid", mixer="mamba1"),
     "shared state": dict(pattern="shared"),
 }
+RECORDED = 2
+"""Runs of a prompt's graph as it is recorded: with another text, and with the prompt."""
 LENGTHS = (31, 32, 33, 64)
 """Tokens of a prompt on both sides of each bucket."""
 
@@ -88,9 +90,22 @@ def replays(device, call):
     return counts.kernels["replay"], result
 
 
-def test_a_bucket_is_at_most_twice_as_long_as_a_prompt():
-    lengths = [127, 128, 256, 257, 511, 512, 2049, 4096, 4097]
-    assert [bucket_of(length) for length in lengths] == [None, 256, 256, 512, 512, 512, 4096, 4096, None]
+@pytest.mark.parametrize(
+    "length, chunks",
+    [
+        (127, []),
+        (128, [(0, 256)]),
+        (256, [(0, 256)]),
+        (257, [(0, 512)]),
+        (2049, [(0, 4096)]),
+        (4096, [(0, 4096)]),
+        (4097, [(0, 4096), (4096, 256)]),
+        (8192, [(0, 4096), (4096, 4096)]),
+        (8 * 4096 + 1, []),
+    ],
+)
+def test_a_bucket_is_at_most_twice_as_long_as_a_prompt(length, chunks):
+    assert chunks_of(length) == chunks
 
 
 @pytest.mark.parametrize("padding", [0, 9])
@@ -102,7 +117,7 @@ def test_graphs_give_what_passes_give(device, name, padding):
         first, second = text(length, padding), text(5)["input_ids"]
         expected = without(model, **first, **OPTIONS)
         count, found = replays(device, functools.partial(model.generate, **first, **OPTIONS))
-        assert count == (CHECKS if length in (31, 33) else 1) + NEW - 2
+        assert count == (RECORDED if length in (31, 33) else 1) + NEW - 2
         check_equal(found, expected)
         turns = []
         for generate, before in ((without, expected), (type(model).generate, found)):
@@ -115,6 +130,21 @@ def test_graphs_give_what_passes_give(device, name, padding):
     assert model not in REFUSED
     assert CHECKED[model] == {(2, padding > 0): CHECKS}
     assert all(graph.recorded is not None for graph in PROMPTS[model].graphs.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_long_prompt_is_read_in_chunks(device, name):
+    """By a graph each; the second call, with another last chunk of the same size, by those of the first."""
+    model = make_model(name)
+    for length, graphs in ((135, 3 * RECORDED), (150, 3), (140, 3)):
+        prompt = text(length)
+        expected = without(model, **prompt, **OPTIONS)
+        count, found = replays(device, functools.partial(model.generate, **prompt, **OPTIONS))
+        assert count == graphs + NEW - 2
+        check_equal(found, expected)
+        for a, b in zip(held_by(cache_of(found)), held_by(cache_of(expected)), strict=True):
+            assert a.shape == b.shape
+    assert model not in REFUSED
 
 
 @pytest.mark.parametrize("name", ["hybrids", "few bits", "of every kind"])
@@ -214,10 +244,10 @@ def test_passes_that_are_not_recorded(device, name):
     assert torch.equal(found.sequences.cpu(), expected.sequences.cpu())
 
 
-@pytest.mark.parametrize("length", [10, 80])
-def test_prompts_without_a_bucket(device, length):
+@pytest.mark.parametrize("length, padding", [(10, 0), (80, 9), (8 * 64 + 1, 0)])
+def test_prompts_without_graphs(device, length, padding):
     """Tokens after them are a graph all the same; few tokens are none."""
-    model, prompt = make_model("hybrids"), text(length)
+    model, prompt = make_model("hybrids"), text(length, padding)
     expected = without(model, **prompt, **OPTIONS)
     count, found = replays(device, lambda: model.generate(**prompt, **OPTIONS))
     assert count == NEW - 2
@@ -298,7 +328,7 @@ def test_graphs_are_taken_without_being_asked_for(said_nothing, monkeypatch):
     for goes_on in (False, True):
         monkeypatch.setattr(cuda_graphs, "goes_on_after_failed_recordings", lambda goes_on=goes_on: goes_on)
         count, found = replays(said_nothing, lambda: model.generate(**prompt, **OPTIONS))
-        assert count == (CHECKS + NEW - 2 if goes_on else 0)
+        assert count == (RECORDED + NEW - 2 if goes_on else 0)
         check_equal(found, expected)
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ValueError, match="1 turns CUDA graphs on, 0 turns them off"):
@@ -322,7 +352,7 @@ def test_sizes_that_come_in_turns(device, monkeypatch):
         count, found = replays(device, lambda prompt=prompt: model.generate(**prompt, **OPTIONS))
         counts.append(count - (NEW - 2))
         check_equal(found, without(model, **prompt, **OPTIONS))
-    assert counts == [CHECKS, 0, 1]
+    assert counts == [RECORDED, 0, 1]
 
 
 def test_without_memory_tokens_are_no_graph(device, monkeypatch):
@@ -374,7 +404,7 @@ def test_room_that_ends_is_made_anew(device, monkeypatch):
     expected = without(model, **prompt, **options)
     monkeypatch.setattr(cuda_graphs, "ROOM", -45)  # room for 55, then 65, then 70 tokens
     count, found = replays(device, lambda: model.generate(**prompt, **options))
-    assert count == CHECKS + 4 + 9 + 3
+    assert count == RECORDED + 4 + 9 + 3
     check_equal(found, expected)
 
 

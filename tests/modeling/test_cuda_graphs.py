@@ -28,7 +28,8 @@ class Again:
     def run(self):
         """Compute it."""
         Again.count += 1
-        return self.compute()
+        self.result = self.compute()
+        return self.result
 
 
 @pytest.mark.parametrize("padding", [0, 9])
@@ -56,6 +57,6 @@ def test_recorded_passes(monkeypatch, name, padding):
             cache = {CACHE_NAME: cache_of(first)}
             second = model.generate(both, attention_mask=of_both, **cache, **OPTIONS)
             found[graphs] = torch.stack([*first.logits, *second.logits])
-        assert Again.count == recorded.CHECKS + 2 * 8
+        assert Again.count == 2 + 2 * 8
         torch.testing.assert_close(found["1"], found["0"])
     assert model not in recorded.REFUSED
