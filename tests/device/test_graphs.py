@@ -337,7 +337,7 @@ def test_graphs_are_taken_without_being_asked_for(said_nothing, monkeypatch):
 
 def test_prompts_with_much_work_are_no_graph(device, monkeypatch):
     model, prompt = make_model("hybrids"), text(50)
-    monkeypatch.setattr(cuda_graphs, "MOST_WORK", 127 * model.num_parameters())
+    monkeypatch.setattr(prompt_graphs, "MOST_WORK", 127 * model.num_parameters())
     count, found = replays(device, lambda: model.generate(**prompt, **OPTIONS))
     assert count == NEW - 2
     check_equal(found, without(model, **prompt, **OPTIONS))
