@@ -172,10 +172,12 @@ class HybridAttention(TeacherAttention):
         return read_prompt(backend, heads, projected, inputs, layer)
 
     def _is_step(self, length: int, inputs: HybridInputs) -> bool:
-        """Return True if the tokens of a pass lie in one block, so that only they are written."""
+        """Return True if the tokens of a pass, without padding, lie in one block, so that only they are written."""
         if length == 1:
             return True
-        return inputs.start is not None and inputs.start % self.shape.block + length <= self.shape.block
+        if inputs.start is None or not inputs.end_alike:
+            return False
+        return inputs.start % self.shape.block + length <= self.shape.block
 
     def heads(self) -> WindowedHeads:
         """The heads with a window, as a backend computes them."""

@@ -28,7 +28,7 @@ from ..compatibility import goes_on_after_failed_recordings
 from ..hybrid.hybrid_cache import HybridLayer
 from .cache import MixerLayer, cache_length, held_by
 from .prompt_graphs import forget_graphs, graphs_of
-from .recorded import REFUSED, has_room
+from .recorded import REFUSED, has_room, refuse
 from .token_graph import TokenGraph
 
 DEVICE = "cuda"
@@ -91,8 +91,12 @@ class Passes:
             return self._prompt(model, ids, cache)
         past = cache_length(cache)
         # once tokens come without a mask, as `takes_token` has it, no other pass can take them
-        if not goes_on and (length > 1 or self.most - past < FEWEST_TOKENS or not self._fits(model, cache)):
-            return None
+        if not goes_on:
+            if length > 1 or self.most - past < FEWEST_TOKENS:
+                return None
+            if model in REFUSED or not self._fits(model, cache):
+                self.cache = None
+                return None
         most = 2 * past + ROOM
         if self.most > past:  # as it is not with learned prompts, which `generate` does not count
             most = min(self.most, most)
@@ -125,6 +129,10 @@ class Passes:
             # what is made in inference mode cannot be written outside of it
             with torch.inference_mode(False), torch.no_grad():
                 return graphs.run(model, ids, cache, self.padding)
+        except torch.OutOfMemoryError as error:  # padding and comparing take more than the prompt alone
+            refuse(model, str(error))
+            forget_graphs(model)
+            return None
         finally:
             graphs.lock.release()
 

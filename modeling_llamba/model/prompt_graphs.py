@@ -23,6 +23,7 @@ from ..kernels.backend import requested_backend
 from ..kernels.softmax import hiding
 from .cache import copied_layer, held_by, new_cache, seen_by
 from .recorded import Recorded, agree, record, refuse
+from .token_graph import CHECKED
 
 BUCKETS = (256, 512, 1024, 2048, 4096)
 MOST_WORK = 4e12
@@ -30,16 +31,18 @@ MOST_WORK = 4e12
 launches take longer than 4,096 tokens do (docs/results/gpu.md)."""
 MOST_GRAPHS = 8
 """Graphs that a model keeps at most: those of the first sizes of prompts that it meets."""
+MOST_CHUNKS = 4
+"""Chunks of a prompt at most; a GPU is busy with longer ones, and each chunk's graph has a cache of all before it."""
 MOST_MOVES = 3
 """Times that a model's weights may move until it goes on without graphs."""
 
 
 def chunks_of(length: int) -> list[tuple[int, int]]:
     """The first token and the bucket of each chunk of a prompt, all but the last of which are full; none for a prompt
-    that is shorter than half of its bucket, or has more chunks than a model keeps graphs."""
+    that is shorter than half of its bucket, or has too many chunks."""
     most = BUCKETS[-1]
     starts = range(0, length, most)
-    if len(starts) > MOST_GRAPHS:
+    if len(starts) > MOST_CHUNKS:
         return []
     last = next(bucket for bucket in BUCKETS if length - starts[-1] <= bucket)
     if last > 2 * length:
@@ -51,16 +54,18 @@ class PromptGraph:
     """A chunk of prompts, of one bucket and number of rows.
 
     Args:
-        model: for causal language modelling. rows: B. bucket: tokens, padding included. pool: memory of all the
-            model's graphs of prompts. before: the chunk before this one, or None.
+        model: for causal language modelling. rows: B. start: tokens before the chunk. bucket: tokens, padding
+            included. pool: memory of all the model's graphs of prompts. before: the chunk before this one, or None.
     """
 
-    def __init__(self, model: nn.Module, rows: int, bucket: int, pool: object, before: "PromptGraph | None"):
+    def __init__(
+        self, model: nn.Module, rows: int, start: int, bucket: int, pool: object, before: "PromptGraph | None"
+    ):
         self.ids = torch.zeros(rows, bucket, dtype=torch.long, device=model.device)
         self.counts = torch.full((rows, 1), bucket, device=model.device)
         self.pool = pool
         self.before = before
-        self.start = 0 if before is None else before.start + before.ids.shape[1]
+        self.start = start
         self.recorded: Recorded | None = None
 
     def compute(self, model: nn.Module) -> tuple[torch.Tensor, Cache]:
@@ -74,6 +79,7 @@ class PromptGraph:
         if self.before is not None:
             _, held = self.before.recorded.result
             cache.layers[:] = [copied_layer(layer, self.start, None) for layer in held.layers]
+        if self.before is not None and _masks_attention(model.config):
             columns = torch.arange(end, device=self.ids.device)
             mask = hiding(columns > position[..., None], like.dtype)[:, None]
         masks = {
@@ -129,6 +135,11 @@ class PromptGraph:
         self.recorded = recorded
 
 
+def _masks_attention(config) -> bool:
+    """True if some attention looks at a mask: that of whole layers, or of kept heads."""
+    return "full_attention" in config.layer_types or any(config.hybrid_full_heads or ())
+
+
 class PromptGraphs:
     """The graphs of a model's prompts.
 
@@ -154,35 +165,27 @@ class PromptGraphs:
             padding: (B, 1), tokens of padding that rows begin with, or None.
         """
         rows, length = ids.shape
-        chunks, graph = chunks_of(length), None
-        work = rows * max((bucket for _, bucket in chunks), default=0) * sum(t.numel() for t in model.parameters())
+        keys = [(rows, start, bucket) for start, bucket in chunks_of(length)]
+        # none takes the place of another, which would be recorded anew each time where sizes come in turns
+        if not keys or len(self.graphs.keys() | keys) > MOST_GRAPHS:
+            return None
+        work = rows * max(bucket for _, _, bucket in keys) * sum(t.numel() for t in model.parameters())
         # a row whose text ends within a chunk that is not the last has nothing in the next one
-        if not chunks or work > MOST_WORK or (padding is not None and len(chunks) > 1):
+        if work > MOST_WORK or (padding is not None and len(keys) > 1):
             return None
         self._wait(model.device)
-        for start, bucket in chunks:
-            graph = self._graph(model, rows, bucket, graph)
-            if graph is None:
-                return None
-            graph.fill(ids[:, start : start + bucket], padding)
+        graph = None
+        for key in keys:
+            if key not in self.graphs:
+                self.graphs[key] = PromptGraph(model, *key, self.pool, graph)
+            graph = self.graphs[key]
+            graph.fill(ids[:, graph.start : graph.start + graph.ids.shape[1]], padding)
             found = graph.run(model)
             if found is None:
                 return None
         logits, held = found
         cache.layers[:] = [copied_layer(layer, length, padding) for layer in held.layers]
         return logits.clone()
-
-    def _graph(self, model: nn.Module, rows: int, bucket: int, before: PromptGraph | None) -> PromptGraph | None:
-        """The graph of a chunk of so many rows; None where there are enough others.
-
-        One that takes another's place would be recorded anew each time, where sizes come in turns.
-        """
-        key = rows, 0 if before is None else before.start + before.ids.shape[1], bucket
-        if key not in self.graphs:
-            if len(self.graphs) == MOST_GRAPHS:
-                return None
-            self.graphs[key] = PromptGraph(model, rows, bucket, self.pool, before)
-        return self.graphs[key]
 
     def _wait(self, device: torch.device) -> None:
         """Have the current stream wait for the one that ran a graph last, since they share memory."""
@@ -197,8 +200,9 @@ PROMPTS: "weakref.WeakKeyDictionary[nn.Module, PromptGraphs]" = weakref.WeakKeyD
 
 
 def forget_graphs(model: nn.Module) -> None:
-    """Give back the memory of a model's graphs."""
+    """Give back the memory of a model's graphs, and compare later ones anew."""
     PROMPTS.pop(model, None)
+    CHECKED.pop(model, None)
 
 
 def graphs_of(model: nn.Module) -> PromptGraphs | None:
@@ -211,9 +215,9 @@ def graphs_of(model: nn.Module) -> PromptGraphs | None:
     if graphs is not None and graphs.weights == weights:
         return graphs
     moves = 0 if graphs is None else graphs.moves + 1
+    forget_graphs(model)
     if moves > MOST_MOVES:
         refuse(model, "its weights move from call to call.")
-        forget_graphs(model)
         return None
     graphs = PROMPTS[model] = PromptGraphs(weights, moves)
     return graphs

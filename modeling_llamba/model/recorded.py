@@ -26,7 +26,8 @@ class Recorded:
 
     Args:
         compute: the pass, which reads and writes tensors at addresses that stay. pool: memory that it shares with
-            other graphs, whose results are no longer needed when this one runs.
+            other graphs: results of these that are in use stay, those of graphs that are recorded later may be
+            overwritten when this one runs.
     """
 
     def __init__(self, compute: Callable[[], Any], device: torch.device, pool: object | None = None):
@@ -63,12 +64,18 @@ def forget_workspaces() -> None:
 
 def record(model: nn.Module, compute: Callable[[], Any], pool: object | None = None) -> Recorded | None:
     """A recorded pass; None where it cannot be recorded, which ends graphs for the model."""
-    try:
-        with RECORDING:
-            return Recorded(compute, model.device, pool)
-    except RuntimeError as error:
-        refuse(model, str(error))
-        return None
+    free, total = torch.cuda.mem_get_info(model.device)
+    if free < total // 8:
+        torch.cuda.empty_cache()  # of former graphs, too, whose memory nothing else can take
+    for may_repeat in (True, False):
+        try:
+            with RECORDING:
+                return Recorded(compute, model.device, pool)
+        except RuntimeError as error:
+            if not (may_repeat and isinstance(error, torch.OutOfMemoryError)):
+                refuse(model, str(error))
+                return None
+        torch.cuda.empty_cache()  # a recording cannot take what PyTorch keeps for later
 
 
 def refuse(model: nn.Module, why: str) -> None:

@@ -42,6 +42,7 @@ def test_recorded_passes(monkeypatch, name, padding):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "has_room", lambda device, size: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
     model = make_hybrid(**MODELS[name])
     for length in (32, 33):
         found = {}

@@ -18,11 +18,12 @@ class Tape:
     """What is asked of a device while a graph is captured, in the host's memory.
 
     operations: what carries each out, its arguments by place and by name, and what came of it. overwritten: tensors
-    that one wrote over, and what was in them.
+    that one wrote over, and what was in them. broken: True after something that no graph can hold.
     """
 
     operations: list[tuple[Callable, tuple, dict, Any]] = field(default_factory=list)
     overwritten: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    broken: bool = False
 
     def carry_out(self, function: Callable, op: OpOverload, args: tuple, kwargs: dict) -> Any:
         """Carry out an operation, and write it down."""
@@ -50,6 +51,8 @@ def graph_of(stand_in: "StandIn") -> type:
             for written, before in reversed(self.tape.overwritten):
                 written.copy_(before)
             self.tape.overwritten.clear()
+            if self.tape.broken:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
         def replay(self) -> None:
             """Do all of it."""

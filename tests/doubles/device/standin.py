@@ -139,6 +139,7 @@ class StandIn:
     def note_wait(self, what: object) -> None:
         """The host waits for the device, which it cannot while a graph is captured."""
         if self.tape is not None:
+            self.tape.broken = True
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
         for counts in self.counts:
             counts.waits[str(what)] += 1
