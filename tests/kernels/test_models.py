@@ -9,6 +9,7 @@ import modeling_llamba.kernels.triton.scans as scans
 from modeling_llamba import LlambaConfig, LlambaForCausalLM
 from modeling_llamba.compatibility import cache_of
 from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+from modeling_llamba.model import prompt_graphs
 from modeling_llamba.model.cuda_graphs import VARIABLE
 from modeling_llamba.model.recorded import REFUSED
 from modeling_phimamba import PhiMambaConfig, PhiMambaForCausalLM
@@ -172,6 +173,26 @@ def test_generate_by_cuda_graphs(monkeypatch, name):
             found = model.generate(ids, attention_mask=padding, **options).logits
             assert relative_error(torch.stack(found), torch.stack(expected)) < 5e-3
     assert model not in REFUSED
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_long_prompts_by_cuda_graphs(monkeypatch, name):
+    """Chunks of two lengths in turns: no graph writes over what the one before it holds."""
+    monkeypatch.setattr(prompt_graphs, "BUCKETS", (64, 128))
+    model = make_model(name)
+    options = dict(max_new_tokens=12, eos_token_id=None, do_sample=False, output_logits=True)
+    options |= dict(return_dict_in_generate=True)
+    for length in (300, 380, 300, 380):
+        ids, found = random_ids(2, length), {}
+        for graphs in "01":
+            monkeypatch.setenv(VARIABLE, graphs)
+            found[graphs] = torch.stack(model.generate(ids, **options).logits)
+        assert relative_error(found["1"], found["0"]) < 5e-3
+    assert model not in REFUSED
+    if model in prompt_graphs.PROMPTS:  # where nothing grows, transformers compiles tokens by itself
+        assert len(prompt_graphs.PROMPTS[model].graphs) == 4
 
 
 LAYOUTS = {  # of a row of 20 and 50 tokens
