@@ -28,6 +28,9 @@ Mixed = tuple[torch.Tensor, torch.Tensor | None, Held | None]
 class TorchBackend:
     """All operations, on every device."""
 
+    attends_to_pages = False
+    """True where `attend_to_pages` attends to rows in pages (triton/triton_rows.py)."""
+
     def computes(self, dtype: torch.dtype) -> bool:
         """Return True if the operations take numbers of this type."""
         return True

@@ -5,7 +5,7 @@ The layers themselves are those of `modeling_llamba`.
 """
 
 SLOTS_OPERATOR = "vllm::hybrid_slots"
-"""Operator that slots.py registers: a layer that reads and writes slots, which no CUDA graph may hold."""
+"""Operator that slots.py registers: a layer that reads and writes slots. A CUDA graph may hold it in some steps."""
 
 
 def register() -> None:
@@ -18,5 +18,5 @@ def register() -> None:
 
     for name in ("LlambaForCausalLM", "PhiMambaForCausalLM"):
         ModelRegistry.register_model(name, "recipes.serving.vllm_model:ServedHybrid")
-    if SLOTS_OPERATOR not in CompilationConfig._attention_ops:  # where vLLM cuts what CUDA graphs hold
+    if SLOTS_OPERATOR not in CompilationConfig._attention_ops:  # where vLLM cuts graphs of other steps
         CompilationConfig._attention_ops.append(SLOTS_OPERATOR)

@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens
 from modeling_llamba.hybrid.rounding import Rounding
+from modeling_llamba.kernels.backend import backend_for
 from modeling_llamba.kernels.softmax import hiding
 
 Slots = dict[str, torch.Tensor]
@@ -191,15 +192,14 @@ class SlotMetadata(BaseMambaAttentionMetadata):
     """vLLM's, and what would have to be asked of a device.
 
     prompts: the span of each prompt. decoding: tokens before the next one of each request that decodes. opening: by
-    width of the window, which of these requests open a block, or None; rows: those of memory; counts, lengths: what
-    `lengths_in` and `decoding_lengths` return. All four are made by the first layer that asks.
+    width of the window, which of these requests open a block, or None; rows: those of memory; lengths: what
+    `decoding_lengths` returns. All three are made by the first layer that asks.
     """
 
     prompts: list[Span] = field(default_factory=list)
     decoding: list[int] = field(default_factory=list)
     opening: dict[int, torch.Tensor | None] = field(default_factory=dict, init=False)
     rows: dict[bool, torch.Tensor] = field(default_factory=dict, init=False)
-    counts: torch.Tensor | None = field(default=None, init=False)
     lengths: tuple[int, torch.Tensor | None, torch.Tensor | None] | None = field(default=None, init=False)
 
     def pages(self, decode: bool) -> torch.Tensor:
@@ -218,22 +218,20 @@ class SlotMetadata(BaseMambaAttentionMetadata):
         """Prompts that are one batch without padding."""
         return together(self.prompts, ragged=False)
 
-    def lengths_in(self, device: torch.device) -> torch.Tensor:
-        """Tokens of each request that decodes, with the next one, (B,)."""
-        if self.counts is None:
-            self.counts = async_tensor_h2d([n + 1 for n in self.decoding], dtype=torch.long, device=device)
-        return self.counts
-
-    def decoding_lengths(self, block: int, like: torch.Tensor) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    def decoding_lengths(
+        self, block: int, own: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
         """Tokens of the longest request that decodes, and where others are shorter the pages of each (B,) with so many
-        tokens, and a bias (B, 1, 1, tokens) that hides what is not theirs, on the device and of the type of `like`."""
+        tokens, and a bias (B, tokens) of this type that hides what is not theirs.
+
+        Args:
+            own: (B,), tokens of each request.
+        """
         if self.lengths is None:
-            lengths = [n + 1 for n in self.decoding]
-            longest, pages, bias = max(lengths), None, None
-            if min(lengths) < longest:
-                own = self.lengths_in(like.device)[:, None]
-                pages = (own[:, 0] + block - 1) // block
-                bias = hiding(torch.arange(longest, device=like.device) >= own, like.dtype)[:, None, None]
+            longest, pages, bias = max(self.decoding) + 1, None, None
+            if min(self.decoding) + 1 < longest:
+                pages = (own + block - 1) // block
+                bias = hiding(torch.arange(longest, device=own.device) >= own[:, None], dtype)
             self.lengths = longest, pages, bias
         return self.lengths
 
@@ -257,13 +255,28 @@ class SlotMetadata(BaseMambaAttentionMetadata):
         return self.opening[shape.window]
 
 
+def steps_in_graphs(vllm_config: VllmConfig) -> AttentionCGSupport:
+    """Steps of a token of each request, where nothing in them depends on the host: with kernels that read pages.
+
+    Prompts, of any lengths, are left out: graphs hold what lies between layers.
+    """
+    model = vllm_config.model_config
+    like = torch.empty(0, dtype=model.dtype, device=vllm_config.device_config.device)
+    if backend_for(like, model.hf_config.backend).attends_to_pages:
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return AttentionCGSupport.NEVER
+
+
 class SlotMetadataBuilder(BaseMambaAttentionMetadataBuilder[SlotMetadata]):
     """Counts on the CPU, once for all layers of a step."""
 
     metadata_cls = SlotMetadata
     needs_causal_conv1d_metadata = False
-    # prompts are of any lengths, and blocks opened where one begins: graphs hold what lies between layers
-    _cudagraph_support = AttentionCGSupport.NEVER
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec) -> AttentionCGSupport:
+        """Kinds of steps that vLLM may record whole."""
+        return steps_in_graphs(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False, **kwargs
@@ -371,6 +384,11 @@ class HeadMetadataBuilder(AttentionMetadataBuilder[HeadMetadata]):
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec) -> AttentionCGSupport:
+        """Kinds of steps that vLLM may record whole."""
+        return steps_in_graphs(vllm_config)
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HeadMetadata:
@@ -454,7 +472,8 @@ class HeadRows:
     def write(self, tokens: slice, *rows: torch.Tensor) -> None:
         """Put the rows of tokens of the step, (L, K, .) of keys and of values, into their places."""
         block = self.memory.heads.block
-        places = self.metadata.places[tokens]
+        # requests that fill up a graph have no places, and may write to vLLM's page of none
+        places = self.metadata.places[tokens].clamp(min=0)
         page, place = places // block, places % block
         for new, region in zip(rows, self.regions, strict=True):
             of_tokens = self.memory.memory[:, region].unflatten(1, (block, -1))

@@ -1,11 +1,11 @@
 """Layers that go on from what requests hold, in the slots and pages of pages.py.
 
-A step copies the slots of its requests into one tensor, works there, and writes back what has changed; on a CPU
-functions in C compute a token of each request in the pages themselves (cpu_pages.py). vLLM runs the tokens of all
-requests as one row: first a token each of those that decode, then the prompts that are read, or parts of them. Those
-that decode are one batch here, and prompts that begin at the same token are batches of like lengths (`together`). A
-slot of a hybrid layer holds the tensors of `Held`, from which the layer's own `prompt` and `step` go on. Its kept
-heads write the rows of all tokens into their pages, and attend to what they then read from there.
+A step copies the slots of its requests into one tensor, works there, and writes them back; on a CPU functions in C
+compute a token of each request in the pages themselves (cpu_pages.py). vLLM runs the tokens of all requests as one row:
+first a token each of those that decode, then the prompts that are read, or parts of them. Those that decode are one
+batch here, and prompts that begin at the same token are batches of like lengths (`together`). A slot of a hybrid layer
+holds the tensors of `Held`, from which the layer's own `prompt` and `step` go on. Its kept heads write the rows of all
+tokens into their pages, and attend to what they then read from there.
 
 Shapes: B batch (requests), L length, H' heads with a window, K key/value heads, P head dim, E block, S places, T
 columns.
@@ -21,9 +21,9 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens
+from modeling_llamba.hybrid.eviction import Held
 from modeling_llamba.hybrid.hybrid_attention import HybridAttention
-from modeling_llamba.hybrid.hybrid_cache import HybridLayer, hidden_columns
+from modeling_llamba.hybrid.hybrid_cache import HybridLayer
 from modeling_llamba.hybrid.inputs import HybridInputs, Projected
 from modeling_llamba.hybrid.prompt import read_prompt
 from modeling_llamba.kernels.backend import backend_for
@@ -82,33 +82,6 @@ def put(slots: Slots, held: Held) -> None:
     """Write what a hybrid layer holds into slots."""
     for name in slots:
         slots[name].copy_(getattr(held, name))
-
-
-class SlotRows(HybridLayer):
-    """A hybrid layer's cache of requests that decode, whose tokens are written into their slots.
-
-    The block of each token is open already.
-    """
-
-    def __init__(self, shape: BlockShape, slots: Slots):
-        super().__init__(shape)
-        self.slots = slots
-
-    def put(self, tokens: NewTokens, start: None) -> torch.Tensor:
-        """Write a token, like `HybridLayer.put`; return its column (B,)."""
-        number = tokens.index[:, 0]
-        column = self.shape.columns(number)
-        row = torch.arange(number.shape[0], device=number.device)
-        for name in ("keys", "values"):
-            self.slots[name][row, :, column] = getattr(tokens, name)[:, :, 0]
-        self.slots["salience"][row, column] = tokens.salience[:, 0]
-        self.held = held_in(self.slots, number + 1)
-        return column
-
-    def write(self, tokens: NewTokens, start: None) -> tuple[int, int, torch.Tensor]:
-        """Write a token, like `HybridLayer.write`."""
-        column = self.put(tokens, start)
-        return 0, self.held.salience.shape[1], hidden_columns(self.held, self.shape.places, column[:, None])
 
 
 class SlotLayer(nn.Module):
@@ -254,37 +227,19 @@ class HybridSlots(SlotLayer):
     ):
         super().__init__(mixer, number, memory, vllm_config, prefix)
         self.reach = mixer.config.hybrid_sink_reach
-        self.columns = mixer.shape.places + mixer.shape.window
         self.kept_size = len(mixer.kept) * mixer.shared * mixer.head_dim
         self.slot_step: SlotStep | None = None
         self.head_step: HeadStep | None = None
 
     def ready(self) -> None:
-        """Find the bytes that a step writes, and functions in C for it if they run here."""
+        """Find functions in C for a step if they run here."""
         super().ready()
-        self.written, self.per_column = self._written()
         attention, dtype = self.mixer, self.memory.dtype
-        if runs_in_c(self.written, dtype, attention.config.backend):
+        if runs_in_c(self.memory.memory, dtype, attention.config.backend):
             if attention.mass is not None:
                 self.slot_step = SlotStep(attention, self.first_bytes(), dtype)
             if self.head_rows is not None:
                 self.head_step = HeadStep(attention, self.head_rows, dtype)
-
-    def _written(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bytes of a slot that belong to a token in its first column, and how much farther they are in the next."""
-        places = torch.arange(self.bytes, device=self.memory.memory.device)
-        found = []
-        start = 0
-        for name, (shape, dtype) in self.sizes.items():
-            size = prod(shape) * dtype.itemsize
-            # a state changes only where a block opens, and there whole slots are stored
-            if name != "state":
-                of_token = dtype.itemsize * (1 if name == "salience" else shape[-1])
-                columns = places[start : start + size].view(-1, self.columns, of_token)
-                found.append((columns[:, 0].flatten(), of_token))
-            start += size
-        steps = [torch.full_like(places, step) for places, step in found]
-        return torch.cat([places for places, _ in found]), torch.cat(steps)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotary, inputs: HybridInputs, *nothing: None
@@ -310,7 +265,7 @@ class HybridSlots(SlotLayer):
         if self.head_rows is not None:
             index, salience, *kept, heads = inputs
             inputs = [index, salience, heads]
-            of_kept = attend_kept(self.mixer, self.head_rows, self.memory.metadata(), self.head_step, *kept)
+            of_kept = attend_kept(self.mixer, self.head_rows, self.memory.metadata(), self.head_step, index[0], *kept)
             output[..., -self.kept_size :] = of_kept.flatten(2)
             output = output[..., : -self.kept_size]
         super().run(inputs, output)
@@ -343,22 +298,29 @@ class HybridSlots(SlotLayer):
         return read_prompt(backend, self.mixer.heads(), projected, inputs, layer)
 
     def decode(self, inputs: list[torch.Tensor], output: torch.Tensor, metadata: SlotMetadata) -> None:
-        """One token of each request."""
-        shape = self.mixer.shape
+        """One token of each request; a CUDA graph may hold all of it but the step in C."""
         rows = self.memory.rows(decode=True)
-        opening = metadata.opening_rows(shape, rows.device)
+        if self.slot_step is not None:
+            self._step_in_c(inputs, output, metadata, rows)
+            return
+        index, *others = inputs
+        content, slots = self.fetch(rows)
+        cache = HybridLayer(self.mixer.shape)
+        # counted on in place, as vLLM's own numbers must not be
+        cache.held = held_in({name: t.contiguous() for name, t in slots.items()}, index[:, 0].clone())
+        self._give(output, *self.mixer.attend(projected_of(self.mixer, *others), HybridInputs(index), cache))
+        put(slots, cache.held)
+        self.store(rows, content)
+
+    def _step_in_c(
+        self, inputs: list[torch.Tensor], output: torch.Tensor, metadata: SlotMetadata, rows: torch.Tensor
+    ) -> None:
+        opening = metadata.opening_rows(self.mixer.shape, rows.device)
         if opening is not None:
             self._open_block(rows[opening], opening)
         if max(metadata.decoding) < self.reach:
             inputs = self._without_far_sinks(inputs)
-        index, *others = inputs
-        if self.slot_step is not None:
-            self._give(output, *self.slot_step(self.memory.memory, rows, index, *others))
-            return
-        content, slots = self.fetch(rows)
-        cache = SlotRows(shape, slots)
-        self._give(output, *self.mixer.attend(projected_of(self.mixer, *others), HybridInputs(index), cache))
-        self._store_columns(rows, content, index[:, 0])
+        self._give(output, *self.slot_step(self.memory.memory, rows, *inputs))
 
     def _open_block(self, rows: torch.Tensor, requests: torch.Tensor) -> None:
         """Open a block in the slots of some requests (B,)."""
@@ -370,17 +332,6 @@ class HybridSlots(SlotLayer):
         if opened.keys is not held.keys:
             put(slots, opened)
         self.store(rows, content)
-
-    def _store_columns(self, rows: torch.Tensor, content: torch.Tensor, number: torch.Tensor) -> None:
-        """Write the columns of the tokens of these numbers (B,) alone."""
-        shape = self.mixer.shape
-        blocks_before = (number // shape.block - shape.whole_blocks).clamp(min=0)
-        column = shape.places + number - blocks_before * shape.block
-        places = self.written + column[:, None] * self.per_column
-        memory = self.memory.memory
-        where = places + self.first
-        where = rows.gather(1, where // memory.shape[1]) * memory.shape[1] + where % memory.shape[1]
-        memory.view(-1)[where] = content.gather(1, places)
 
     def _has_far_sinks(self, inputs: list[torch.Tensor]) -> bool:
         """True if there are queries to sinks that are farther away than the teacher was trained for."""
@@ -410,6 +361,7 @@ def attend_kept(
     rows: HeadRows,
     metadata: SlotMetadata | None,
     step: HeadStep | None,
+    index: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -418,7 +370,7 @@ def attend_kept(
 
     Args:
         metadata: None while vLLM measures memory. step: function in C for requests that decode, if there is one.
-        query: (1, L, heads, P). key, value: (1, L, K, P).
+        index: (L,), numbers of the tokens in their requests. query: (1, L, heads, P). key, value: (1, L, K, P).
     """
     of_keys, of_values = rows.roundings
     output = torch.zeros_like(query)
@@ -440,13 +392,11 @@ def attend_kept(
     others = slice(of_step.stop, None)
     if others.start < query.shape[1]:
         rows.write(others, *(t[0] for t in encoded(others)))
+    lengths = index[:decodes] + 1
     if of_step.stop:
-        lengths = metadata.lengths_in(query.device)
         output[0, of_step] = step(*(t[0, of_step] for t in (query, key, value)), lengths, max(metadata.decoding) + 1)
     elif decodes:
-        longest, pages, bias = metadata.decoding_lengths(rows.memory.heads.block, query)
-        held = rows.read(slice(decodes), longest, pages)
-        output[0, :decodes] = _attend_decoding(attention, rows, query[0, :decodes], held, bias)
+        output[0, :decodes] = _attend_decoding(attention, rows, metadata, query[0, :decodes], lengths)
     for batch in metadata.ragged_batches:
         spans = [metadata.prompts[i] for i in batch]
         seen, longest = spans[0].seen, spans[0].length
@@ -458,17 +408,23 @@ def attend_kept(
 
 
 def _attend_decoding(
-    attention: HybridAttention,
-    rows: HeadRows,
-    query: torch.Tensor,
-    held: list[torch.Tensor],
-    bias: torch.Tensor | None,
+    attention: HybridAttention, rows: HeadRows, metadata: SlotMetadata, query: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of a token of each request, queries (B, heads, P), to rows (B, K, T, .) of keys and of values."""
-    bias = None if bias is None else bias[:, 0, 0]
+    """Attention (B, heads, P) of a token of each request, queries (B, heads, P), to their `lengths` tokens (B,)."""
     backend = backend_for(query, attention.config.backend)
+    block = rows.memory.heads.block
+    query = query[:, :, None]
     scores = attention.scaling, attention.softcap
-    return backend.attend_to_rows(query[:, :, None], *held, rows.roundings, bias, *scores)[:, 0]
+    if backend.attends_to_pages:
+        firsts = tuple(region.start for region in rows.regions)
+        table = rows.metadata.table[: len(query)]
+        scores = attention.scaling, attention.softcap or 0.0
+        return backend.attend_to_pages(
+            query, rows.memory.memory, firsts, rows.heads, table, lengths, block, *scores, rows.roundings
+        )[:, 0]
+    longest, pages, bias = metadata.decoding_lengths(block, lengths, query.dtype)
+    held = rows.read(slice(len(query)), longest, pages)
+    return backend.attend_to_rows(query, *held, rows.roundings, bias, *scores)[:, 0]
 
 
 def attend_causally(

@@ -53,3 +53,47 @@ def test_nothing_comes_of_hidden_columns_alone():
     output = kernel.attend_to_rows(query, keys, keys, bias, 0.25, 0.0, 16, 16)
     assert output[0].any()
     assert not output[1].any()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_rows_in_pages(monkeypatch, bits, dtype):
+    """Of requests of several lengths, whose pages lie in any order; what is in pages of none is never read."""
+    monkeypatch.setattr(kernel, "SPAN", 64)
+    monkeypatch.setattr(kernel, "MOST_PARTS", 8)
+    dim, shared, kv_heads, block, lengths = 64, 3, 2, 16, [1, 16, 77, 300]
+    roundings = Rounding.of_pair(list(bits), dim)
+    most = -(-max(lengths) // block)
+    table = torch.randperm(len(lengths) * most, device=DEVICE).view(len(lengths), most) + 1
+    widths = [rounding.width(dtype) for rounding in roundings]
+    first = 32
+    ends = [first + block * kv_heads * sum(widths[:i]) for i in range(3)]
+    pages = torch.full((table.numel() + 1, ends[2] + 16), 255, dtype=torch.uint8, device=DEVICE)
+    query = torch.randn(len(lengths), kv_heads * shared, 1, dim, device=DEVICE).to(dtype)
+    rows = []
+    for rounding, start, end in zip(roundings, ends, ends[1:], strict=False):
+        vectors = torch.randn(len(lengths), kv_heads, max(lengths), dim, device=DEVICE).to(dtype)
+        rows.append(rounding.encode(vectors).contiguous() if rounding.rounds else vectors)
+        in_bytes = rows[-1].transpose(1, 2).contiguous().flatten(2).view(torch.uint8)
+        for b, length in enumerate(lengths):
+            for t in range(length):
+                place = pages[table[b, t // block], start:end].view(block, -1)
+                place[t % block] = in_bytes[b, t]
+    scale = 2 * dim**-0.5
+    output = kernel.attend_to_pages(
+        query,
+        pages,
+        tuple(ends[:2]),
+        kv_heads,
+        table,
+        torch.tensor(lengths, device=DEVICE),
+        block,
+        scale,
+        0.0,
+        roundings,
+    )
+    hidden = torch.arange(max(lengths), device=DEVICE) >= torch.tensor(lengths, device=DEVICE)[:, None]
+    bias = torch.zeros(hidden.shape, device=DEVICE).masked_fill(hidden, -torch.inf)
+    expected = attention_to_rows(query, rows, bits, bias, scale, None)
+    assert relative_error(output, expected) < (1e-6 if dtype == torch.float32 else 5e-3)

@@ -13,6 +13,7 @@ import urllib.request
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.vllm.conftest import ROOT, SETTINGS, greedy, reference, start_reference
 from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS, ROUNDED
@@ -82,6 +83,68 @@ def test_tokens_in_c_and_by_pytorch(backend, engine, models, prompts, monkeypatc
         monkeypatch.setenv(BACKEND_VARIABLE, backend)
     assert_equal(greedy(engine(CONVERTED, **IN_PIECES), prompts), expected(models, CONVERTED))
     assert set(called) == ({SlotStep, HeadStep} if backend == "auto" else set())
+
+
+@pytest.mark.parametrize(
+    "name", [CONVERTED, ROUNDED, "phi, heads kept apart", "two kinds of RoPE, caps, far sinks", "mamba2"]
+)
+def test_a_token_of_each_request_asks_the_host_for_nothing(name, engine, models, prompts, monkeypatch):
+    """As a CUDA graph of a step requires, with a kernel that reads pages; here PyTorch's operations do."""
+    from modeling_llamba.hybrid import eviction
+    from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+    from modeling_llamba.kernels.torch_backend import TorchBackend
+    from recipes.serving import pages, slots
+
+    steps = []
+
+    def run(self, inputs, output, run=slots.SlotLayer.run):
+        metadata = self.memory.metadata()
+        if metadata is None or metadata.num_prefills:
+            run(self, inputs, output)
+            return
+        steps.append(self.number)
+        with monkeypatch.context() as patch, NothingForTheHost():
+            patch.setattr(metadata, "decoding", None)
+            run(self, inputs, output)
+
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    monkeypatch.setattr(TorchBackend, "attends_to_pages", True)
+    monkeypatch.setattr(TorchBackend, "attend_to_pages", staticmethod(attend_to_pages), raising=False)
+    monkeypatch.setattr(eviction, "marked_rows", lambda marked: None)
+    monkeypatch.setattr(slots.SlotLayer, "run", run)
+    llm = engine(name, **IN_PIECES)
+    support = pages.steps_in_graphs(llm.llm_engine.vllm_config)
+    assert support is pages.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    outputs = [output.outputs[0] for output in greedy(llm, prompts)]
+    wrong, worst = differences(outputs, expected(models, name))
+    assert steps
+    assert wrong <= (0.05 * NEW_TOKENS * len(prompts) if name == ROUNDED else 0)
+    assert worst < (0.02 if name == ROUNDED else 1e-4)
+
+
+class NothingForTheHost(TorchDispatchMode):
+    """Fails where an operation gives the host a number, or has as many results as it finds."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert op not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return op(*args, **(kwargs or {}))
+
+
+def attend_to_pages(query, pages, firsts, kv_heads, table, lengths, block, scaling, softcap, roundings):
+    """See `triton_rows.attend_to_pages`: all rows that a request may ever have, those behind its length hidden."""
+    from modeling_llamba.kernels.softmax import hiding
+    from modeling_llamba.kernels.torch_backend import TorchBackend
+
+    held = []
+    for rounding, first in zip(roundings, firsts, strict=True):
+        width = rounding.width(query.dtype)
+        rows = pages[:, first : first + block * kv_heads * width].unflatten(1, (block, kv_heads, width))[table.long()]
+        rows = rows.flatten(1, 2).transpose(1, 2).contiguous()
+        held.append(rows if rounding.rounds else rows.view(query.dtype))
+    hidden = torch.arange(held[0].shape[2]) >= lengths[:, None]
+    return TorchBackend().attend_to_rows(
+        query, *held, roundings, hiding(hidden, query.dtype), scaling, softcap or None
+    )
 
 
 @pytest.mark.parametrize("name", [CONVERTED, "phi, heads kept apart", "two kinds of RoPE, caps, far sinks", "mamba2"])
@@ -483,24 +546,3 @@ def metrics(client) -> str:
     """The server's own count of what it did."""
     with urllib.request.urlopen(str(client.base_url).replace("/v1/", "/metrics")) as page:
         return page.read().decode()
-
-
-def test_a_token_goes_into_its_slot_where_a_kernel_takes_the_step():
-    """On CUDA alone a step asks for this; the block of the token is open already."""
-    from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens, SlowDims
-    from modeling_llamba.hybrid.rounding import Rounding
-    from recipes.serving.slots import SlotRows
-
-    whole = Rounding(16, 8)
-    shape = BlockShape(4, 1, 1, 2, SlowDims(4, 2), whole, whole)
-    index = torch.tensor([[9], [13]])
-    tokens = NewTokens(torch.randn(2, 3, 1, 8), torch.randn(2, 3, 1, 8), torch.randn(2, 1), index)
-    held = Held.empty(shape, tokens)
-    slots = {name: getattr(held, name) for name in Held._fields[:4]}
-    rows = SlotRows(shape, slots)
-    rows.put(tokens, None)
-    for name in ("keys", "values"):  # the second column of the window's second block, behind two places
-        assert torch.equal(slots[name][:, :, 7], getattr(tokens, name)[:, :, 0])
-        assert slots[name].count_nonzero() == 2 * 3 * 8
-    assert torch.equal(rows.held.seen, torch.tensor([10, 14]))
-    assert rows.held.keys is slots["keys"]

@@ -30,6 +30,9 @@ def make_backend() -> "TritonBackend":
 class TritonBackend(FlexBackend):
     """Operations by Triton kernels, in float32; those that pass gradients or are traced are PyTorch's."""
 
+    attends_to_pages = True
+    attend_to_pages = staticmethod(triton_rows.attend_to_pages)
+
     def computes(self, dtype: torch.dtype) -> bool:
         """False for float64, which kernels would not compute in."""
         return dtype != torch.float64
