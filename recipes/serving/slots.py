@@ -1,11 +1,11 @@
 """Layers that go on from what requests hold, in the slots and pages of pages.py.
 
 A step copies the slots of its requests into one tensor, works there, and writes them back; on a CPU functions in C
-compute a token of each request in the pages themselves (cpu_pages.py). vLLM runs the tokens of all requests as one row:
-first a token each of those that decode, then the prompts that are read, or parts of them. Those that decode are one
-batch here, and prompts that begin at the same token are batches of like lengths (`together`). A slot of a hybrid layer
-holds the tensors of `Held`, from which the layer's own `prompt` and `step` go on. Its kept heads write the rows of all
-tokens into their pages, and attend to what they then read from there.
+compute a token of each request in the pages themselves (cpu_pages.py). vLLM runs the tokens of all requests as one
+row: first a token each of those that decode, then the prompts that are read, or parts of them. Those that decode are
+one batch here, and prompts that begin at the same token are batches of like lengths (`together`). A slot of a hybrid
+layer holds the tensors of `Held`, from which the layer's own `prompt` and `step` go on. Its kept heads write the rows
+of all tokens into their pages, and attend to what they then read from there.
 
 Shapes: B batch (requests), L length, H' heads with a window, K key/value heads, P head dim, E block, S places, T
 columns.
