@@ -79,9 +79,9 @@ class PromptGraph:
         if self.before is not None:
             _, held = self.before.recorded.result
             cache.layers[:] = [copied_layer(layer, self.start, None) for layer in held.layers]
-        if self.before is not None and _masks_attention(model.config):
-            columns = torch.arange(end, device=self.ids.device)
-            mask = hiding(columns > position[..., None], like.dtype)[:, None]
+            if _masks_attention(model.config):
+                columns = torch.arange(end, device=self.ids.device)
+                mask = hiding(columns > position[..., None], like.dtype)[:, None]
         masks = {
             "full_attention": mask,
             "linear_attention": is_text,
