@@ -1,7 +1,7 @@
 """The CUDA graph of the tokens of one call of `generate`.
 
-It is recorded at the second token. The cache has room for twice what it holds, at addresses that stay, until `generate`
-ends or the room does.
+It is recorded at the second token. The cache has room for twice what it holds, at addresses that stay, until
+`generate` ends or the room does.
 
 Shapes: B batch, V vocabulary.
 """
