@@ -104,8 +104,8 @@ def compiled_write(capability: int, shape: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def compiled_kept(capability: int, shape: str) -> dict[str, int]:
-    """`compiled` for attention of kept heads to rows."""
+def compiled_kept(capability: int, shape: str) -> dict[str, dict[str, int]]:
+    """`compiled` for attention of kept heads, to rows and to rows in pages."""
     import modeling_llamba.kernels.triton.triton_rows as kernels
     from modeling_llamba.kernels.triton.triton_step import tile_of
 
@@ -113,9 +113,8 @@ def compiled_kept(capability: int, shape: str) -> dict[str, int]:
     K, R, P, key_bits, value_bits = KEPT[shape]
     keys, values = Rounding(key_bits, P), Rounding(value_bits, P)
     dims, tile = tile_of(P, 4096)
-    constants = {"K": K, "R": R, "P": P, "PART": P & -P if keys.rounds else 1, "BIAS": True}
+    constants = {"K": K, "R": R, "P": P, "PART": P & -P if keys.rounds else 1}
     widths = [each.width(torch.bfloat16) if each.rounds else P for each in (keys, values)]
-    constants |= {"KEY_WIDTH": widths[0], "VALUE_WIDTH": widths[1]}
     constants |= {"KEY_BITS": key_bits, "VALUE_BITS": value_bits}
     constants |= {"KEY_GROUPS": keys.groups, "VALUE_GROUPS": values.groups}
     constants |= {"DIMS": dims, "COLUMNS": min(tile, kernels.SPAN)}
@@ -123,8 +122,13 @@ def compiled_kept(capability: int, shape: str) -> dict[str, int]:
     of_keys, of_values = ("*u8" if each.rounds else "*bf16" for each in (keys, values))
     types |= {"query": "*bf16", "keys": of_keys, "values": of_values, "bias": "*fp32"}
     types |= {"part_output": "*fp32", "part_mass": "*fp32", "scale": "fp32", "softcap": "fp32"}
-    types |= dict.fromkeys(constants, "constexpr")
-    return resources(function, types, constants, capability, kernels.WARPS)
+    types |= {"table": "*i32", "lengths": "*i64"}
+    found = {}
+    for where, in_pages in (("rows", False), ("pages", True)):
+        tokens = [width * (K if in_pages else 1) for width in widths]
+        own = constants | {"KEY_TOKEN": tokens[0], "VALUE_TOKEN": tokens[1], "PAGED": in_pages, "BIAS": not in_pages}
+        found[where] = resources(function, types | dict.fromkeys(own, "constexpr"), own, capability, kernels.WARPS)
+    return found
 
 
 def compiled_prompt(capability: int, shape: str) -> dict[str, dict[str, int]]:
@@ -243,8 +247,7 @@ if __name__ == "__main__":
     found = {}
     for capability in CAPABILITIES:
         found |= {f"sm_{capability}, {shape}": compiled(capability, shape) for shape in SHAPES}
-        found |= {f"sm_{capability}, {shape}": compiled_kept(capability, shape) for shape in KEPT}
-        for compile_all, shapes in ((compiled_write, SHAPES), (compiled_prompt, PROMPTS)):
+        for compile_all, shapes in ((compiled_kept, KEPT), (compiled_write, SHAPES), (compiled_prompt, PROMPTS)):
             for shape in shapes:
                 of_kernels = compile_all(capability, shape)
                 found |= {f"sm_{capability}, {shape}, {name}": taken for name, taken in of_kernels.items()}
