@@ -65,7 +65,7 @@ def forget_workspaces() -> None:
 def record(model: nn.Module, compute: Callable[[], Any], pool: object | None = None) -> Recorded | None:
     """A recorded pass; None where it cannot be recorded, which ends graphs for the model."""
     free, total = torch.cuda.mem_get_info(model.device)
-    if free < total // 8:
+    if free < total // 8:  # rarely, since all of PyTorch's spare memory is then asked for anew
         torch.cuda.empty_cache()  # of former graphs, too, whose memory nothing else can take
     for may_repeat in (True, False):
         try:

@@ -356,28 +356,22 @@ def test_prompts_with_much_work_are_no_graph(device, monkeypatch):
     check_equal(found, without(model, **prompt, **OPTIONS))
 
 
-def test_sizes_that_come_in_turns(device, monkeypatch):
-    """None takes the place of another, which would be recorded again."""
-    monkeypatch.setattr(prompt_graphs, "MOST_GRAPHS", 1)
+@pytest.mark.parametrize(
+    "most, lengths, prompts",
+    [
+        (1, [32, 64, 32], [RECORDED, 0, 1]),  # none takes the place of another, which would be recorded again
+        (2, [135, 135, 32], [0, 0, RECORDED]),  # chunks that need too many take none, so that others have some
+    ],
+)
+def test_a_model_keeps_the_graphs_of_the_first_sizes(device, monkeypatch, most, lengths, prompts):
+    monkeypatch.setattr(prompt_graphs, "MOST_GRAPHS", most)
     model, counts = make_model("hybrids"), []
-    for length in (32, 64, 32):
+    for length in lengths:
         prompt = text(length)
         count, found = replays(device, lambda prompt=prompt: model.generate(**prompt, **OPTIONS))
         counts.append(count - (NEW - 2))
         check_equal(found, without(model, **prompt, **OPTIONS))
-    assert counts == [RECORDED, 0, 1]
-
-
-def test_a_chain_that_would_need_too_many_graphs(device, monkeypatch):
-    """It takes none, so that there are some for shorter prompts."""
-    monkeypatch.setattr(prompt_graphs, "MOST_GRAPHS", 2)
-    model, counts = make_model("hybrids"), []
-    for length in (135, 135, 32):
-        prompt = text(length)
-        count, found = replays(device, lambda prompt=prompt: model.generate(**prompt, **OPTIONS))
-        counts.append(count - (NEW - 2))
-        check_equal(found, without(model, **prompt, **OPTIONS))
-    assert counts == [0, 0, RECORDED]
+    assert counts == prompts
 
 
 @pytest.mark.parametrize("times", [1, 2])
