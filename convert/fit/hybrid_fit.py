@@ -1,9 +1,9 @@
 """Fit what a hybrid layer adds to the teacher's weights: the salience, the log mass, and the low-rank output map.
 
-All three are linear. The salience of a token is fitted to the log of the attention that the teacher pays to it once it
-has left the window. The log mass of the state is fitted head by head, each token with the weight that an error there
-has in the gate. The output map is a reduced-rank ridge regression of what the teacher's own o_proj leaves unexplained:
-the ridge's solution, cut to the directions of the output in which it explains most. The teacher's attention is
+The salience of a token is fitted to the log of the attention that the teacher pays to it once it
+has left the window. The log mass is that of mass_fit.py. The output map is a reduced-rank ridge regression of what the
+teacher's own o_proj leaves unexplained: the ridge's solution, cut to the directions of the output in which it explains
+most. The teacher's attention is
 computed a block of queries at a time, so memory grows with L and not with its square.
 
 Shapes: B batch, L length, D model width, H' heads with a window, P head dim, X features.
@@ -18,13 +18,10 @@ import torch
 from torch import nn
 
 from modeling_llamba.hybrid.block_layout import Layout
-from modeling_llamba.hybrid.eviction import State
 from modeling_llamba.hybrid.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid.inputs import Projected, unpadded
-from modeling_llamba.hybrid.prompt import attend_blocks, rounded, states_of
-from modeling_llamba.hybrid.readout import mass_features, read, readout
-from modeling_llamba.kernels.backend import backend_for
-from modeling_llamba.mixers.ssd import repeat_groups
+from modeling_llamba.hybrid.prompt import rounded
+from modeling_llamba.hybrid.readout import read, readout
 from modeling_llamba.model.attention import probabilities
 from modeling_llamba.model.rotary import Rotary
 
@@ -32,14 +29,16 @@ from ..memory import return_free_memory
 from ..options import evicted_tokens
 from .key_offset import fit_key_offset
 from .layer_data import LayerData, LayerFit, Pieces, Unread, held_out_error
+from .mass_fit import Near, attend_near, fit_mass, scores_from
 
 GRAM_BLOCKS = 4
 """Number of blocks of columns of a Gram matrix; the products above its diagonal are not computed."""
+MASS_TOKENS = 2**14
+"""Tokens on which the mass is fitted, or one batch if that has more: a hundred numbers per head."""
 SALIENCE_SEQUENCES = 8
 """Sequences on which the salience is regressed: one number per channel."""
-# keeps logarithms finite where no attention is left, and weights above 0 where a gate is shut or wide open
+# keeps logarithms finite where no attention is left
 FLOOR = 1e-6
-MASS_RIDGE = 1e-3
 SALIENCE_RIDGE = 1e-2
 RIDGES = (1e-2, 1e-1, 1.0, 10.0)
 """Strengths with which the output map is drawn to zero, in units of the mean squared feature."""
@@ -63,16 +62,6 @@ class HybridFit(NamedTuple):
     best: torch.Tensor
     errors: torch.Tensor
     ranks: list[int]
-
-
-class Near(NamedTuple):
-    """Softmax attention of the blocks of a layout, as `Blocks` of prompt.py has it, and the states of the blocks."""
-
-    query: torch.Tensor
-    output: torch.Tensor
-    log_mass: torch.Tensor
-    until: torch.Tensor
-    state: State
 
 
 class Seen(NamedTuple):
@@ -102,7 +91,10 @@ def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> Unread:
         return Unread(numbers, lambda error: LayerFit(None, None, error, error, error))
     fitting = data.in_batches(data.fitting())
     judging = data.in_batches(data.judging())
-    fit = fit_hybrid(layer, data.batch, fitting[::2], fitting[1::2], judging, data.rotary, data.pieces)
+    enough = max(MASS_TOKENS // (data.u.shape[1] * data.pieces.sequences), 1)
+    for_mass = fitting[::2][:enough]
+    others = [rows for rows in fitting if rows not in for_mass]
+    fit = fit_hybrid(layer, data.batch, for_mass, others, judging, data.rotary, data.pieces)
     set_map(layer, fit.down, fit.up)
 
     def as_fit(mapped: float, best: float, *errors: float) -> LayerFit:
@@ -272,15 +264,6 @@ def _projected(layer: HybridAttention, u: torch.Tensor, rotary: Rotary) -> tuple
     return rounded(layer.heads(), layer.select_windowed(projected)), of_kept
 
 
-def attend_near(layer: HybridAttention, projected: Projected) -> tuple[Near, Layout]:
-    """Softmax attention of the blocks behind the window, their states, and their layout."""
-    layout = Layout.behind_window(layer.shape, projected.key)
-    backend = backend_for(projected.query, layer.config.backend)
-    blocks = attend_blocks(backend, layer.heads(), projected, None, layout)
-    state = states_of(blocks, None, layout)[0]
-    return Near(blocks.query, blocks.output, blocks.log_mass, blocks.until, state), layout
-
-
 def _seen(
     layer: HybridAttention, u: torch.Tensor, y: torch.Tensor, projected: Projected, of_kept: torch.Tensor | None
 ) -> Seen:
@@ -357,66 +340,9 @@ def attention_received(
     block = torch.arange(length, device=u.device) // shape.block
     projected = rounded(layer.heads(), layer.select_windowed(layer.project(u, rotary, unpadded(u))))
     sinks = layer.sinks_of(layer.windowed)
-    for rows, scores in _scores(layer, projected.query, projected.key, 0, queries):
+    for rows, scores in scores_from(layer, projected.query, projected.key, 0, queries):
         left = block[: scores.shape[-1]] < block[rows, None] - shape.whole_blocks
         received[:, : scores.shape[-1]] += (probabilities(scores, sinks).sum(1) * left).sum(1)
     # the first query that finds the token outside of its window
     leaves = (block + shape.whole_blocks + 1) * shape.block
     return received / (length - leaves).clamp(min=1)
-
-
-def fit_mass(
-    layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layout]], queries: int = Pieces().queries
-) -> None:
-    """Fit the log mass of the state, in place."""
-    gram = moment = 0.0
-    for near, projected, layout in seen:
-        features = layout.to_tokens(layout.in_order(mass_features(layer.heads(), near.query, near.state)))
-        log_mass = layout.to_tokens(layout.in_order(near.log_mass))  # (B, L', H')
-        mass = state_log_mass(layer, projected, near, layout, queries)
-        gate = torch.sigmoid(mass - log_mass)
-        # an error of the log mass changes the gate by g (1 - g) times it; a state that is empty has none
-        weight = (gate * (1 - gate) + FLOOR) * mass.isfinite()
-        weighted = features * weight[..., None]
-        gram = gram + torch.einsum("blhf,blhg->hfg", weighted, features).double()
-        # an infinite mass has weight 0, but 0 times infinity would be nan
-        moment = moment + torch.einsum("blhf,blh->hf", weighted, mass.masked_fill(~mass.isfinite(), 0)).double()
-    diagonal = gram.diagonal(dim1=1, dim2=2)
-    penalty = MASS_RIDGE * diagonal
-    penalty[:, :2] *= MASS_RIDGE  # an offset and the number of tokens, which are all but free
-    penalty += torch.finfo(torch.float32).tiny
-    # drawn not to zero but to the mass that the layer has so far (`theory_mass`)
-    solution = torch.linalg.solve_ex(gram + torch.diag_embed(penalty), moment + penalty * layer.mass.double()).result
-    layer.mass.copy_(solution)
-
-
-def state_log_mass(
-    layer: HybridAttention, projected: Projected, near: Near, layout: Layout, queries: int = Pieces().queries
-) -> torch.Tensor:
-    """Log-sum-exp of the true scores of the tokens in the state (B, L', H'), -inf where there are none."""
-    start = layer.shape.window
-    length = projected.query.shape[2]
-    until = near.until[:, layer.shape.places :]
-    block = torch.arange(length, device=until.device) // layer.shape.block
-    parts = []
-    for rows, scores in _scores(layer, projected.query, projected.key, start, queries):
-        evicted = until[:, None, : scores.shape[-1]] <= block[rows][:, None]
-        parts.append(scores.masked_fill(~evicted[:, None], -math.inf).logsumexp(-1))
-    return torch.cat(parts, dim=2).transpose(1, 2)
-
-
-def _scores(
-    layer: HybridAttention, query: torch.Tensor, key: torch.Tensor, start: int, queries: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the teacher's own scores (B, H', rows, keys so far), some queries at a time from number `start` on, with
-    the queries' numbers."""
-    heads = query.shape[1]
-    length = query.shape[2]
-    key = repeat_groups(key.transpose(1, 2), heads).transpose(1, 2)
-    number = torch.arange(length, device=key.device)
-    for first in range(start, length, queries):
-        rows, so_far = number[first : first + queries], min(first + queries, length)
-        scores = (query[:, :, rows] @ key[:, :, :so_far].mT).float() * layer.scaling
-        if layer.softcap is not None:
-            scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        yield rows, scores.masked_fill(number[:so_far] > rows[:, None], -math.inf)

@@ -9,7 +9,7 @@ from modeling_llamba.model.hybrid_config import mixer_defaults
 
 from ..options import MixerOptions
 from ..teachers.weights import TeacherWeights
-from .placement import Placement
+from .placement import Placement, half_of_planes
 
 
 def hybrid_config(weights: TeacherWeights, placement: Placement, mixer: dict[str, Any]) -> PreTrainedConfig:
@@ -32,7 +32,7 @@ def hybrid_config(weights: TeacherWeights, placement: Placement, mixer: dict[str
     fields["key_offsets"] &= placement.bits.rounds
     if hybrid is not None and hybrid.state:
         # for keys far away the slower half of the rotary frequencies suffices (docs/guide/normalised_readout.md)
-        fields["hybrid_state_planes"] = max(weights.config.rotary_planes // 2, 1)
+        fields["hybrid_state_planes"] = hybrid.planes or half_of_planes(weights.config)
     return type(weights.config)(**fields, conversion={"teacher_layer_types": list(teacher_types)})
 
 

@@ -41,6 +41,8 @@ class Hybrid:
     """Number of tokens that are attended to after they have left the window."""
     rank: int = 0
     """Rank of the map that is added to the teacher's output projection; before the fit, the mean of all layers."""
+    planes: int | None = None
+    """Rotary planes of a key that the state keeps, the slowest ones; None for half of them."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,10 @@ class Placement:
         """Widths of the windows, by hybrid layer."""
         return {i: layer.window for i, layer in enumerate(self.layers) if isinstance(layer, Hybrid)}
 
+    def with_planes(self, planes: int) -> "Placement":
+        """Return a placement whose states keep so many rotary planes of a key."""
+        return self._with_fields("planes", dict.fromkeys(self.windows, planes))
+
     def with_windows(self, windows: Mapping[int, int]) -> "Placement":
         """Return a placement with windows of these widths in these hybrid layers."""
         return self._with_fields("window", windows)
@@ -190,6 +196,7 @@ class Placement:
             config.hybrid_sinks,
             state=config.mixer != "none",
             salient=config.hybrid_salient,
+            planes=None if config.hybrid_state_planes == half_of_planes(config) else config.hybrid_state_planes,
         )
         layers: list[Layer] = []
         for i, (kind, full) in enumerate(
@@ -213,7 +220,7 @@ def _pair(bits: int | list[int]) -> tuple[int, int]:
     return keys, values
 
 
-Undecided = Literal["layers", "heads", "windows", "bits"]
+Undecided = Literal["layers", "heads", "windows", "bits", "planes"]
 
 
 @dataclass(frozen=True)
@@ -235,6 +242,11 @@ class Decision:
 def everywhere(layer: Layer, num_layers: int, bits: CacheBits = CacheBits()) -> Placement:
     """Put one kind of layer everywhere."""
     return Placement((layer,) * num_layers, bits)
+
+
+def half_of_planes(config: PreTrainedConfig) -> int:
+    """Half of the rotary planes of a key; all of them where there is one."""
+    return max(config.rotary_planes // 2, 1)
 
 
 def window_in_words(window: int | Mapping[int, int]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..io.writer import human_bytes
-from ..layout.cache import CACHE_DTYPE, cache_bytes, pair_bytes, teacher_bytes, windowed_heads
+from ..layout.cache import CACHE_DTYPE, cache_bytes, pair_bytes, state_bytes, teacher_bytes, windowed_heads
 from ..layout.config import hybrid_config
 from ..layout.placement import Attention, Hybrid, Layer, Mixer, Placement, everywhere
 from ..layout.presets import query_heads
@@ -32,6 +32,8 @@ SALIENT_SHARE = 1 / 4
 """Share of salient tokens among those that a window and its salient cache hold, sinks apart. At 8 % the errors of
 Qwen2.5-Coder-0.5B's layers after the fit are 0.43 in sum with 64 salient tokens, and 0.57 with 16 and windows that are
 wider by 48 (docs/results/ablations.md)."""
+STATES_SHARE, LEAST_PLANES = 1 / 6, 8
+"""Share of the budget that states may take before fewer rotary planes of a key are tried, and the fewest planes."""
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 """Number whose multiples fall evenly between whole numbers, however many there are."""
 LONG_SEQUENCE = 2048
@@ -205,6 +207,25 @@ class Budget:
                 refused = refused or error
         if not found:
             raise refused
+        return found
+
+    def with_fewer_planes(self, placements: list[Placement]) -> list[Placement]:
+        """Return these placements with half as many rotary planes in the states, whose bytes go to wider windows.
+
+        Those are left out whose states take little of the budget, and all where keys have few planes.
+        """
+        planes = self.weights.config.rotary_planes // 4
+        if planes < LEAST_PLANES or self.resolved.window is not None:
+            return []
+        found = []
+        for placement in placements:
+            config = hybrid_config(self.weights, placement, self.resolved.mixer)
+            states = sum(state_bytes(config, layer) for layer in placement.windows)
+            if states > STATES_SHARE * self.nbytes:
+                narrower = placement.with_planes(planes)
+                heads = self.windowed_heads(narrower)
+                window = self.columns(narrower) // sum(heads.values()) // self.block * self.block
+                found.append(narrower.with_windows(dict.fromkeys(heads, min(window, self.longest_window))))
         return found
 
     def placement(self, ranked: list[KVHead]) -> Placement:

@@ -62,7 +62,10 @@ def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
         undecided = (*undecided, "windows")
     if len(placements) > 1:
         undecided = (*undecided, "bits")
-    if aligner is not None and {"windows", "bits"}.intersection(undecided):
+    if narrower := budget.with_fewer_planes(placements):
+        undecided = (*undecided, "planes")
+        placements += narrower
+    if aligner is not None and {"windows", "bits", "planes"}.intersection(undecided):
         placement = _of_least_error(placements, budget, aligner)
     return Decision(placement, undecided)
 
@@ -167,7 +170,8 @@ def _of_least_error(placements: list[Placement], budget: Budget, aligner: "Align
             errors |= errors_at(windows, of_windows, placement.windows)
             placement = placement.with_windows(windows)
         shown = {layer: float(f"{error:.4g}") for layer, error in errors.items()}
-        report.append(placement.bits.config_fields() | {"windows": placement.windows, "errors": shown})
+        entry = {"windows": placement.windows, "planes": placement.hybrid and placement.hybrid.planes, "errors": shown}
+        report.append(placement.bits.config_fields() | entry)
         found.append((sum(errors.values()), placement))
     return min(found, key=lambda pair: pair[0])[1]
 

@@ -7,17 +7,15 @@ import torch
 
 from convert.fit.fit import FitCache, fit_layers
 from convert.fit.hybrid_fit import (
-    attend_near,
     attention_received,
     cut_map,
     fit_hybrid_layer,
-    fit_mass,
     fit_salience,
     ranks_within,
     set_map,
-    state_log_mass,
 )
 from convert.fit.layer_data import Pieces, held_out_error
+from convert.fit.mass_fit import attend_far, attend_near, fit_mass, gates_of, refine, regress
 from convert.fit.probes import copy_probe, with_recall
 from convert.layout.placement import CacheBits, Hybrid, everywhere
 from convert.options import FitOptions
@@ -74,6 +72,7 @@ def test_the_teachers_attention_in_blocks_is_the_whole(name, saved_teacher):
     u, _ = data.batch(range(2))
     projected, near, layout = projected_and_near(layer, u, data.rotary)
     scores, length = dense_scores(layer, projected), u.shape[1]
+    values = projected.value.repeat_interleave(layer.shared, dim=1)
 
     tokens = torch.arange(length)
     left = tokens < torch.tensor([num_left(t) for t in range(length)])[:, None]
@@ -81,12 +80,16 @@ def test_the_teachers_attention_in_blocks_is_the_whole(name, saved_teacher):
     expected = (scores.softmax(-1) * left).sum((1, 2)) / queries
     torch.testing.assert_close(attention_received(layer, u, data.rotary, queries=5), expected)
 
-    mass = state_log_mass(layer, projected, near, layout, queries=5)
+    mass, far = attend_far(layer, projected, near, layout, queries=5)
     for b in range(2):
         for t in range(WINDOW, length):
             evicted = evicted_tokens(projected.salience[b], t)
             expected = scores[b, :, t, evicted].logsumexp(-1)
             torch.testing.assert_close(mass[b, t - WINDOW], expected, rtol=1e-4, atol=1e-5)
+            if evicted:
+                shares = scores[b, :, t, evicted].softmax(-1)
+                expected = torch.einsum("hj,hjp->hp", shares, values[b, :, evicted])
+                torch.testing.assert_close(far[b, t - WINDOW], expected, rtol=1e-4, atol=1e-5)
     assert len(evicted) == length - WINDOW - SINKS - SALIENT
     # what is near and what is in the state are all of the attention
     log_mass = layout.to_tokens(layout.in_order(near.log_mass))
@@ -144,13 +147,30 @@ def test_the_gate_comes_closer_to_the_true_one(name, saved_teacher):
         output, log_mass = (layout.to_tokens(layout.in_order(t)) for t in (near.output, near.log_mass))
         gated = seen[0].unflatten(-1, (output.shape[2], 3, -1))[..., 0, :]
         gate = (gated * output).sum(-1) / output.square().sum(-1)
-        true = torch.sigmoid(state_log_mass(layer, projected, near, layout) - log_mass)
+        true = torch.sigmoid(attend_far(layer, projected, near, layout)[0] - log_mass)
         return (gate - true).square().mean()
 
     of_theory = error()
     projected, near, layout = projected_and_near(layer, data.batch(data.fitting())[0], data.rotary)
     fit_mass(layer, [(near, projected, layout)])
     assert error() < 0.8 * of_theory
+
+
+@torch.no_grad()
+def test_the_mass_lowers_the_error_of_the_outputs(saved_teacher):
+    """Each head ends below theory, regression, and a gate that is shut."""
+    layer, data = layer_and_data(saved_teacher("llama-gqa"), sequences=16)
+    layer.q_proj.weight *= 4  # sharp attention, which a mean is far from
+    projected, near, layout = projected_and_near(layer, data.batch(data.fitting())[0], data.rotary)
+    gates = gates_of(layer, near, projected, layout, queries=128)
+    theory = layer.mass.double()
+    regressed = regress(gates, theory)
+    assert (gates.error(refine(gates, regressed)) <= gates.error(regressed)).all()
+    fit_mass(layer, [(near, projected, layout)])
+    fitted = gates.error(layer.mass.double())
+    assert (fitted <= torch.minimum(gates.error(theory), gates.error(regressed)) + 1e-6 * gates.square.sum(0)).all()
+    assert (fitted < 0).all()
+    assert (gates.error(regressed) > fitted + 0.01 * fitted.abs()).any()
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi", "qwen3", "gemma2"])

@@ -22,6 +22,7 @@ from convert.options import evicted_tokens, make_options
 from convert.pipeline import run
 from convert.plan import describe, make_plan
 from convert.resolve import resolve
+from convert.scores import budget as of_budget
 from convert.scores import decide, layer_costs
 from convert.scores.budget import LONG_SEQUENCE, WIDE, Budget, follow_windows
 from convert.scores.decide import decide_placement
@@ -269,6 +270,7 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
         ("gemma3", (Attention(), Hybrid(8, 4, 2), Attention(), Hybrid(12, 4, 2))),
         ("llama-gqa", (Hybrid(8, 2, 0, (2, 3)), Hybrid(6, 2, 0), Attention(), Hybrid(8, 2, 0, (0, 1)))),
         ("llama-gqa", (Hybrid(8, 2, 2, rank=8), Hybrid(8, 2, 2), Attention(), Hybrid(8, 2, 2, rank=16))),
+        ("llama-gqa", (Hybrid(8, 2, 2, planes=1), Hybrid(6, 2, 2, planes=1), Attention(), Hybrid(8, 2, 2, planes=1))),
         (
             "llama-gqa",
             (Hybrid(8, 2, 2, state=False), Hybrid(8, 2, 2, (2, 3), state=False), Attention(), Attention()),
@@ -276,7 +278,7 @@ def test_the_plan_is_said_before_scores_and_its_placement_is_what_the_configurat
         ("llama-gqa", (Mixer(), Hybrid(6, 3, 1, (0, 1), salient=3, rank=2), Attention(), Mixer())),
         ("llama-gqa", (Attention(),) * 4),
     ],
-    ids=["mixers", "of windows", "windows", "own", "heads", "ranks", "no state", "all kinds", "attention"],
+    ids=["mixers", "of windows", "windows", "own", "heads", "ranks", "planes", "no state", "all kinds", "attention"],
 )
 def test_a_configuration_stores_every_kind_of_placement(name, layers, saved_teacher, tmp_path):
     """As typed fields, from which the same placement is read back."""
@@ -379,6 +381,32 @@ def test_more_bits_are_tried_where_rounding_is_the_only_error(said, ranked, trie
         fixed = dataclasses.replace(spent, resolved=dataclasses.replace(spent.resolved, window=32))
         decide_placement(fixed, SimpleNamespace(report={}))
         assert [of.bits.full for of in measured[1:]] == tried
+
+
+@pytest.mark.parametrize("better", [None, 2])
+def test_states_that_take_much_may_keep_less_of_a_key(better, saved_teacher, monkeypatch):
+    """Windows get the bytes; the errors of both decide."""
+    monkeypatch.setattr(decide, "_ranked", lambda *args: NEVER_WHOLE)
+    monkeypatch.setattr(of_budget, "LEAST_PLANES", 1)
+    monkeypatch.setattr(of_budget, "STATES_SHARE", 0.01)
+
+    def layer_errors(aligner, placements):
+        return [dict.fromkeys(of.windows, 1.0 if of.hybrid.planes == better else 1.2) for of in placements]
+
+    monkeypatch.setattr(layer_costs, "layer_errors", layer_errors)
+    spent = budget(saved_teacher("qwen3"), sequence_length=512, cache=0.4, bits=8)
+    aligner = SimpleNamespace(report={})
+    placement = decide_placement(spent, aligner).placement
+    assert placement.hybrid.planes == better
+    half, quarter = aligner.report["layer_errors"]
+    assert (half["planes"], quarter["planes"]) == (None, 2)
+    assert sum(quarter["windows"].values()) > sum(half["windows"].values())
+    config = hybrid_config(spent.weights, placement, spent.resolved.mixer)
+    assert config.hybrid_state_planes == (better or 4)
+    assert cache_bytes(config, CONTEXT)[1] <= spent.nbytes
+    assert "planes" in decide_placement(spent).undecided
+    monkeypatch.setattr(of_budget, "STATES_SHARE", 1.0)
+    assert "planes" not in decide_placement(spent).undecided
 
 
 @pytest.mark.parametrize("context, cache", [(512, 0.4), (512, 0.46), (512, 0.52), (700, 0.37)])
