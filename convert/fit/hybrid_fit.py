@@ -1,10 +1,9 @@
 """Fit what a hybrid layer adds to the teacher's weights: the salience, the log mass, and the low-rank output map.
 
-The salience of a token is fitted to the log of the attention that the teacher pays to it once it
-has left the window. The log mass is that of mass_fit.py. The output map is a reduced-rank ridge regression of what the
-teacher's own o_proj leaves unexplained: the ridge's solution, cut to the directions of the output in which it explains
-most. The teacher's attention is
-computed a block of queries at a time, so memory grows with L and not with its square.
+The salience of a token is fitted to the log of the attention that the teacher pays to it once it has left the window.
+The log mass is that of mass_fit.py. The output map is a reduced-rank ridge regression of what the teacher's own o_proj
+leaves unexplained: the ridge's solution, cut to the directions of the output in which it explains most. The teacher's
+attention is computed a block of queries at a time, so memory grows with L and not with its square.
 
 Shapes: B batch, L length, D model width, H' heads with a window, P head dim, X features.
 """
@@ -29,12 +28,10 @@ from ..memory import return_free_memory
 from ..options import evicted_tokens
 from .key_offset import fit_key_offset
 from .layer_data import LayerData, LayerFit, Pieces, Unread, held_out_error
-from .mass_fit import Near, attend_near, fit_mass, scores_from
+from .mass_fit import MASS_TOKENS, Near, attend_near, fit_mass, scores_from
 
 GRAM_BLOCKS = 4
 """Number of blocks of columns of a Gram matrix; the products above its diagonal are not computed."""
-MASS_TOKENS = 2**14
-"""Tokens on which the mass is fitted, or one batch if that has more: a hundred numbers per head."""
 SALIENCE_SEQUENCES = 8
 """Sequences on which the salience is regressed: one number per channel."""
 # keeps logarithms finite where no attention is left
@@ -139,13 +136,13 @@ def fit_hybrid(
     mapped = _squares(residuals()) / total
     waiting = []  # activations of the fit of the mass, until the map is fitted on them
 
-    def of_mass() -> Iterator[tuple[Near, Projected, Layout]]:
+    def of_mass() -> Iterator[tuple[torch.Tensor, Near, Projected, Layout]]:
         for u, y in map(batch, for_mass):
             projected, of_kept = _projected(layer, u, rotary)
             near, layout = attend_near(layer, projected)
             if pieces.kept:
                 waiting.append((u, y, projected, of_kept, near, layout))
-            yield near, projected, layout
+            yield u, near, projected, layout
 
     fit_mass(layer, of_mass(), pieces.queries)
     return_free_memory()

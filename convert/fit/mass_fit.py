@@ -18,7 +18,7 @@ import torch
 from modeling_llamba.hybrid.block_layout import Layout
 from modeling_llamba.hybrid.eviction import State
 from modeling_llamba.hybrid.hybrid_attention import HybridAttention
-from modeling_llamba.hybrid.inputs import Projected
+from modeling_llamba.hybrid.inputs import Projected, of_heads
 from modeling_llamba.hybrid.prompt import attend_blocks, states_of
 from modeling_llamba.hybrid.readout import mass_features, read, readout
 from modeling_llamba.kernels.backend import backend_for
@@ -29,6 +29,10 @@ from .layer_data import Pieces
 # keeps weights above 0 where a gate is shut or wide open
 FLOOR = 1e-6
 RIDGE = 1e-3
+MASS_TOKENS = 2**14
+"""Tokens on which the mass is fitted, or one batch if that has more: it is a hundred numbers per head."""
+STAY = 1e-4
+"""Weight of the distance from the start of the steps."""
 STEPS = 12
 """Steps after the regression; on layers of Qwen2.5-Coder-0.5B later ones change nothing."""
 DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-3, 1e-6, 1e6
@@ -51,7 +55,8 @@ class Gates(NamedTuple):
 
     features (Q, H', X) of the log mass. near, mass (Q, H'): log masses of softmax attention and, -inf where there is
     none, of the tokens in the state. square, product (Q, H'): |W d|^2 and (W d)^T W e, where d is what a gate of 1
-    changes, e what the teacher's attention would change, and W the head's part of o_proj.
+    changes, e what the teacher's attention would change, and W the head's part of o_proj. All but the features, which
+    are large, in float64.
     """
 
     features: torch.Tensor
@@ -60,14 +65,24 @@ class Gates(NamedTuple):
     square: torch.Tensor
     product: torch.Tensor
 
+    def gate(self, mass: torch.Tensor) -> torch.Tensor:
+        """The gates (Q, H') with this mass (H', X)."""
+        return torch.sigmoid(torch.einsum("qhx,hx->qh", self.features.double(), mass) - self.near)
+
     def error(self, mass: torch.Tensor) -> torch.Tensor:
-        """Squared error of each head (H',), less what no gate changes, with this mass (H', X)."""
+        """Squared error of each head (H',), less what no gate changes."""
         gate = self.gate(mass)
         return (self.square * gate.square() - 2 * self.product * gate).sum(0)
 
-    def gate(self, mass: torch.Tensor) -> torch.Tensor:
-        """The gates (Q, H')."""
-        return torch.sigmoid(torch.einsum("nhf,hf->nh", self.features, mass) - self.near)
+    def size_of_features(self) -> torch.Tensor:
+        """Sum of the features' squares (H', X), each query with what its gate can change."""
+        return torch.einsum("qhx,qh->hx", self.features.double().square(), self.square)
+
+    def normal(self, weight: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gram matrices (H', X, X) of the features with these weights (Q, H'), and features times targets (H', X)."""
+        features = self.features.double()
+        gram = torch.einsum("qhx,qhy->hxy", features * weight[..., None], features)
+        return gram, torch.einsum("qhx,qh->hx", features, target)
 
 
 def attend_near(layer: HybridAttention, projected: Projected) -> tuple[Near, Layout]:
@@ -80,21 +95,32 @@ def attend_near(layer: HybridAttention, projected: Projected) -> tuple[Near, Lay
 
 
 def fit_mass(
-    layer: HybridAttention, seen: Iterable[tuple[Near, Projected, Layout]], queries: int = Pieces().queries
+    layer: HybridAttention,
+    seen: Iterable[tuple[torch.Tensor, Near, Projected, Layout]],
+    queries: int = Pieces().queries,
 ) -> None:
-    """Fit the log mass of the state, in place."""
-    parts = [gates_of(layer, *each, queries) for each in seen]
-    gates = Gates(*(torch.cat(column) for column in zip(*parts, strict=True)))
-    del parts
+    """Fit the log mass of the state, in place.
+
+    Args:
+        seen: inputs (B, L, D) of the layer, and the others that follow from them.
+    """
+    gates = [gates_of(layer, *each, queries) for each in seen]
     theory = layer.mass.double()
     regressed = regress(gates, theory)
-    # of a head whose state returns little of what the teacher's attention is, the true gate is worse than none
-    better = gates.error(regressed) < gates.error(theory)
+    # of a head whose state returns little of what the teacher's attention is, the true gate may be worse
+    better = error_of(gates, regressed) < error_of(gates, theory)
     layer.mass.copy_(refine(gates, torch.where(better[:, None], regressed, theory)))
 
 
-def gates_of(layer: HybridAttention, near: Near, projected: Projected, layout: Layout, queries: int) -> Gates:
-    """Measure the gates of the queries behind the window, in float64."""
+def error_of(gates: list[Gates], mass: torch.Tensor) -> torch.Tensor:
+    """Squared error of each head (H',), less what no gate changes, with this mass (H', X)."""
+    return sum(part.error(mass) for part in gates)
+
+
+def gates_of(
+    layer: HybridAttention, u: torch.Tensor, near: Near, projected: Projected, layout: Layout, queries: int
+) -> Gates:
+    """Measure the gates of the queries behind the window."""
 
     def by_token(t: torch.Tensor) -> torch.Tensor:
         return layout.to_tokens(layout.in_order(t)).flatten(0, 1)
@@ -106,10 +132,14 @@ def gates_of(layer: HybridAttention, near: Near, projected: Projected, layout: L
     output, of_near = by_token(near.output), by_token(near.log_mass)
     d = by_token(returned) - output
     e = torch.sigmoid(log_mass - of_near)[..., None] * (far - output)
+    if layer.gate_proj is not None:  # the teacher's own gates, after its attention
+        gates = layer.head_gates(u[:, layer.shape.window :]).transpose(1, 2)
+        gates = of_heads(gates, layer.windowed, layer.shared).transpose(1, 2).flatten(0, 1)
+        d, e = d * gates, e * gates
     weighed = torch.einsum("nhp,hpq->nhq", d, _gram_of_heads(layer))
     square, product = ((weighed * t).sum(-1) for t in (d, e))
     features = by_token(mass_features(heads, near.query, near.state))
-    return Gates(*(t.double() for t in (features, of_near, log_mass, square, product)))
+    return Gates(features, *(t.double() for t in (of_near, log_mass, square, product)))
 
 
 def _gram_of_heads(layer: HybridAttention) -> torch.Tensor:
@@ -118,15 +148,17 @@ def _gram_of_heads(layer: HybridAttention) -> torch.Tensor:
     return torch.einsum("dhp,dhq->hpq", weight, weight)
 
 
-def regress(gates: Gates, theory: torch.Tensor) -> torch.Tensor:
+def regress(gates: list[Gates], theory: torch.Tensor) -> torch.Tensor:
     """Regress the true log mass on its features; returns the mass (H', X)."""
-    is_there = gates.mass.isfinite()
-    true = torch.sigmoid(gates.mass - gates.near)
-    # an error of the log mass changes the gate by g (1 - g) times it; a state that is empty has none
-    weight = (true * (1 - true) + FLOOR) * is_there
-    # an infinite mass has weight 0, but 0 times infinity would be nan
-    moment = torch.einsum("nhf,nh->hf", gates.features, weight * gates.mass.masked_fill(~is_there, 0))
-    gram = _gram_of_features(gates, weight)
+    gram = moment = 0.0
+    for part in gates:
+        is_there = part.mass.isfinite()
+        true = torch.sigmoid(part.mass - part.near)
+        # an error of the log mass changes the gate by g (1 - g) times it; a state that is empty has none
+        weight = (true * (1 - true) + FLOOR) * is_there
+        # an infinite mass has weight 0, but 0 times infinity would be nan
+        of_part, target = part.normal(weight, weight * part.mass.masked_fill(~is_there, 0))
+        gram, moment = gram + of_part, moment + target
     penalty = RIDGE * gram.diagonal(dim1=1, dim2=2)
     penalty[:, :2] *= RIDGE  # an offset and the number of tokens, which are all but free
     penalty += torch.finfo(torch.float32).tiny
@@ -134,29 +166,32 @@ def regress(gates: Gates, theory: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve_ex(gram + torch.diag_embed(penalty), moment + penalty * theory).result
 
 
-def refine(gates: Gates, mass: torch.Tensor) -> torch.Tensor:
+def refine(gates: list[Gates], mass: torch.Tensor) -> torch.Tensor:
     """Lower the error of each head from this mass (H', X) on, as far as it goes; never raises it."""
-    error = gates.error(mass)
+    start = mass
+    # a gate that is best shut would send the mass to infinity, and other text may not be as this one
+    penalty = STAY * sum(part.size_of_features() for part in gates) + torch.finfo(torch.float32).tiny
+
+    def penalised(mass: torch.Tensor) -> torch.Tensor:
+        return error_of(gates, mass) + (penalty * (mass - start).square()).sum(1)
+
+    error = penalised(mass)
     damping = torch.full_like(error, DAMPING)
     for _ in range(STEPS):
-        gate = gates.gate(mass)
-        slope = gate * (1 - gate)
-        slope_of_error = (gates.square * gate - gates.product) * slope
-        gradient = torch.einsum("nhf,nh->hf", gates.features, slope_of_error)
-        gram = _gram_of_features(gates, gates.square * slope.square())
-        size = damping[:, None] * gram.diagonal(dim1=1, dim2=2) + torch.finfo(torch.float32).tiny
+        gram, gradient = torch.diag_embed(penalty), penalty * (mass - start)
+        for part in gates:
+            gate = part.gate(mass)
+            slope = gate * (1 - gate)
+            of_part, uphill = part.normal(part.square * slope.square(), (part.square * gate - part.product) * slope)
+            gram, gradient = gram + of_part, gradient + uphill
+        size = damping[:, None] * gram.diagonal(dim1=1, dim2=2)
         after = mass - torch.linalg.solve_ex(gram + torch.diag_embed(size), gradient).result
-        error_after = gates.error(after)
+        error_after = penalised(after)
         helps = error_after < error  # False for nan
         mass = torch.where(helps[:, None], after, mass)
         error = torch.where(helps, error_after, error)
         damping = torch.where(helps, damping / 5, damping * 10).clamp(LEAST_DAMPING, MOST_DAMPING)
     return mass
-
-
-def _gram_of_features(gates: Gates, weight: torch.Tensor) -> torch.Tensor:
-    """Sum over queries of weight (Q, H') times the outer product of their features, (H', X, X) in float64."""
-    return torch.einsum("nhf,nhg->hfg", gates.features * weight[..., None], gates.features)
 
 
 def attend_far(
@@ -177,6 +212,7 @@ def attend_far(
         # the least score instead of -inf, so that no token at all is no nan
         shares = scores.clamp(min=torch.finfo(scores.dtype).min).softmax(-1)
         outputs.append(shares.to(value.dtype) @ value[:, :, : scores.shape[-1]])
+        del scores, shares  # before the next ones are computed
     return torch.cat(masses, dim=2).transpose(1, 2), torch.cat(outputs, dim=2).transpose(1, 2)
 
 

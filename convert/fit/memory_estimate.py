@@ -16,6 +16,7 @@ from ..hybrids.shapes import tensor_shapes
 from ..options import parse_size
 from ..plan import Plan
 from .layer_data import Pieces
+from .mass_fit import MASS_TOKENS
 from .teacher_model import usable_device
 
 
@@ -36,9 +37,9 @@ def alignment_bytes(plan: Plan) -> int | None:
 def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, window: int) -> int:
     """Estimate the peak bytes of a device on which a hybrid layer is fitted, everything kept that can be.
 
-    The largest of three moments: scores of the last of the sequences that the mass is fitted on; the first product of
-    features, while all of these are kept; the solution. Bytes for a number, or numbers at a time, are those that the
-    stand-in device counted (tests/device/test_memory.py).
+    The largest of four moments: scores of the last of the sequences that the mass is fitted on; a step of the fit of
+    the mass; the first product of features, while all of these are kept; the solution. Bytes for a number, or numbers
+    at a time, are those that the stand-in device counted (tests/device/test_memory.py).
 
     Args:
         fitting, judging: numbers of sequences of L tokens. window: its width in tokens.
@@ -50,16 +51,21 @@ def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, w
     pieces = Pieces()
     batch, judged = pieces.sequences * L, judging * L
     batches = -(-fitting // pieces.sequences)
-    for_mass = -(-batches // 2) * batch
+    for_mass = min(-(-batches // 2), max(MASS_TOKENS // batch, 1)) * batch
     block = sum(math.prod(s) for name, s in tensor_shapes(config).items() if name.startswith("model.layers.0."))
     attention = 2 * D * (inner + K * P)
     projected = 2 * D + inner + 2 * K * P
     of_token = projected + behind * 2 * (inner + K * P)
     always = 4 * (block + attention + judged * projected)
-    scores = of_token * for_mass + 3.5 * batch * pieces.queries * H
+    # as in `theory_mass`
+    of_mass = H * (2 + config.state_keys(0) - config.state_planes(0) + P - config.rotary_planes)
+    of_gates = of_mass + 8 * H  # and four numbers in float64
+    waiting = (of_token + behind * of_gates) * for_mass
+    scores = waiting + 4 * batch * pieces.queries * H + 2 * batch * inner
+    step = waiting + 4 * behind * batch * of_mass
     product = of_token * (for_mass - batch) + 5 * X**2 + 10 * batch * inner
     solution = judged * behind * (X + D) + 10 * X**2 + 4 * X * D
-    return round(always + 4 * max(scores, product, solution))
+    return round(always + 4 * max(scores, step, product, solution))
 
 
 def host_bytes(plan: Plan, resident: int) -> int:

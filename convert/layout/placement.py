@@ -196,7 +196,7 @@ class Placement:
             config.hybrid_sinks,
             state=config.mixer != "none",
             salient=config.hybrid_salient,
-            planes=None if config.hybrid_state_planes == half_of_planes(config) else config.hybrid_state_planes,
+            planes=_planes(config),
         )
         layers: list[Layer] = []
         for i, (kind, full) in enumerate(
@@ -242,6 +242,12 @@ class Decision:
 def everywhere(layer: Layer, num_layers: int, bits: CacheBits = CacheBits()) -> Placement:
     """Put one kind of layer everywhere."""
     return Placement((layer,) * num_layers, bits)
+
+
+def _planes(config: PreTrainedConfig) -> int | None:
+    """Planes of a hybrid layer, from the configuration, which says None for all of them."""
+    planes = config.hybrid_state_planes or config.rotary_planes
+    return None if config.mixer == "none" or planes == half_of_planes(config) else planes
 
 
 def half_of_planes(config: PreTrainedConfig) -> int:

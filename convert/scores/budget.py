@@ -212,7 +212,8 @@ class Budget:
     def with_fewer_planes(self, placements: list[Placement]) -> list[Placement]:
         """Return these placements with half as many rotary planes in the states, whose bytes go to wider windows.
 
-        Those are left out whose states take little of the budget, and all where keys have few planes.
+        Those are left out whose states take little of the budget or whose windows are as wide as they may be, and all
+        where keys have few planes.
         """
         planes = self.weights.config.rotary_planes // 4
         if planes < LEAST_PLANES or self.resolved.window is not None:
@@ -221,7 +222,8 @@ class Budget:
         for placement in placements:
             config = hybrid_config(self.weights, placement, self.resolved.mixer)
             states = sum(state_bytes(config, layer) for layer in placement.windows)
-            if states > STATES_SHARE * self.nbytes:
+            widest = placement.hybrid.window >= self.longest_window  # so that nothing takes the bytes
+            if states > STATES_SHARE * self.nbytes and not widest:
                 narrower = placement.with_planes(planes)
                 heads = self.windowed_heads(narrower)
                 window = self.columns(narrower) // sum(heads.values()) // self.block * self.block
