@@ -61,7 +61,7 @@ def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, w
     of_mass = H * (2 + config.state_keys(0) - config.state_planes(0) + P - config.rotary_planes)
     of_gates = of_mass + 8 * H  # and four numbers in float64
     waiting = (of_token + behind * of_gates) * for_mass
-    scores = waiting + 4 * batch * pieces.queries * H + 2 * batch * inner
+    scores = waiting + 3.5 * batch * pieces.queries * H + 2 * batch * inner
     step = waiting + 4 * behind * batch * of_mass
     product = of_token * (for_mass - batch) + 5 * X**2 + 10 * batch * inner
     solution = judged * behind * (X + D) + 10 * X**2 + 4 * X * D
