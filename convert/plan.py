@@ -27,7 +27,7 @@ UNDECIDED: dict[Undecided, str] = {
     "layers": "the layers with attention shown are placeholders; the run chooses them by scores",
     "heads": "the run chooses the heads that keep full attention by scores",
     "windows": "the width of each layer's window is chosen during the run; the mean width is shown here for all",
-    "planes": "the part of a key that enters the states is chosen during the run, and with it the width of windows",
+    "planes": "the part of a key that enters the states is chosen during the run, and with it heads and widths",
     "bits": "the bits of full attention are chosen during the run, and with them numbers of heads or widths",
 }
 """Note for each part of a placement that scores choose during a run."""

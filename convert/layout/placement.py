@@ -135,10 +135,6 @@ class Placement:
         """Widths of the windows, by hybrid layer."""
         return {i: layer.window for i, layer in enumerate(self.layers) if isinstance(layer, Hybrid)}
 
-    def with_planes(self, planes: int) -> "Placement":
-        """Return a placement whose states keep so many rotary planes of a key."""
-        return self._with_fields("planes", dict.fromkeys(self.windows, planes))
-
     def with_windows(self, windows: Mapping[int, int]) -> "Placement":
         """Return a placement with windows of these widths in these hybrid layers."""
         return self._with_fields("window", windows)

@@ -109,6 +109,8 @@ class Budget:
 
     weights: TeacherWeights
     resolved: Resolved
+    planes: int | None = None
+    """Rotary planes of a key in the states; None for half of them."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -209,26 +211,19 @@ class Budget:
             raise refused
         return found
 
-    def with_fewer_planes(self, placements: list[Placement]) -> list[Placement]:
-        """Return these placements with half as many rotary planes in the states, whose bytes go to wider windows.
+    def with_fewer_planes(self, placement: Placement) -> "Budget | None":
+        """Return this budget for states with half as many rotary planes, which leave more for heads and windows.
 
-        Those are left out whose states take little of the budget or whose windows are as wide as they may be, and all
-        where keys have few planes.
+        None where states take little of the placement's bytes, nothing would take theirs, or keys have few planes.
         """
         planes = self.weights.config.rotary_planes // 4
-        if planes < LEAST_PLANES or self.resolved.window is not None:
-            return []
-        found = []
-        for placement in placements:
-            config = hybrid_config(self.weights, placement, self.resolved.mixer)
-            states = sum(state_bytes(config, layer) for layer in placement.windows)
-            widest = placement.hybrid.window >= self.longest_window  # so that nothing takes the bytes
-            if states > STATES_SHARE * self.nbytes and not widest:
-                narrower = placement.with_planes(planes)
-                heads = self.windowed_heads(narrower)
-                window = self.columns(narrower) // sum(heads.values()) // self.block * self.block
-                found.append(narrower.with_windows(dict.fromkeys(heads, min(window, self.longest_window))))
-        return found
+        if planes < LEAST_PLANES or placement.hybrid is None or placement.hybrid.window >= self.longest_window:
+            return None
+        config = hybrid_config(self.weights, placement, self.resolved.mixer)
+        states = sum(state_bytes(config, layer) for layer in placement.windows)
+        if states <= STATES_SHARE * self.nbytes:
+            return None
+        return dataclasses.replace(self, planes=planes)
 
     def placement(self, ranked: list[KVHead]) -> Placement:
         """The largest placement within the budget.
@@ -280,9 +275,7 @@ class Budget:
         if window is None:
             eighth = self.resolved.sequence_length // 8 // self.block * self.block
             window = min(max(eighth, self.narrowest_window), self.longest_window)
-        return everywhere(self.resolved.hybrid_layer(window), self.shape[0], self.resolved.bits).keeping(
-            self.resolved.bounded
-        )
+        return everywhere(self._layer(window), self.shape[0], self.resolved.bits).keeping(self.resolved.bounded)
 
     def windowed_heads(self, placement: Placement) -> dict[int, int]:
         """Key/value heads that have a window, by layer."""
@@ -308,10 +301,13 @@ class Budget:
         without = self._bytes([], self.narrowest_window)
         return without + HEADS_SHARE * (self.nbytes - without)
 
+    def _layer(self, window: int) -> Hybrid:
+        return dataclasses.replace(self.resolved.hybrid_layer(window), planes=self.planes)
+
     def _placed(self, kept: list[KVHead], window: int) -> Placement:
         heads = (*self.given_heads, *kept)
         whole = [layer for layer in range(self.shape[0]) if sum(of == layer for of, _ in heads) == self.shape[1]]
-        base = everywhere(self.resolved.hybrid_layer(window), self.shape[0], self.resolved.bits)
+        base = everywhere(self._layer(window), self.shape[0], self.resolved.bits)
         heads_kept = base.with_full_heads(query_heads(list(heads), self.shared))
         return heads_kept.keeping({*whole, *self.resolved.bounded})
 

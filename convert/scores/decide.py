@@ -62,9 +62,10 @@ def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
         undecided = (*undecided, "windows")
     if len(placements) > 1:
         undecided = (*undecided, "bits")
-    if narrower := budget.with_fewer_planes(placements):
+    narrower = budget.with_fewer_planes(placement)
+    if narrower is not None and budget.resolved.window is None:
         undecided = (*undecided, "planes")
-        placements += narrower
+        placements += _worth_comparing(narrower.placements(ranked), narrower)
     if aligner is not None and {"windows", "bits", "planes"}.intersection(undecided):
         placement = _of_least_error(placements, budget, aligner)
     return Decision(placement, undecided)
