@@ -37,7 +37,7 @@ def alignment_bytes(plan: Plan) -> int | None:
 def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, window: int) -> int:
     """Estimate the peak bytes of a device on which a hybrid layer is fitted, everything kept that can be.
 
-    The largest of four moments: scores of the last of the sequences that the mass is fitted on; a step of the fit of
+    The largest of four moments: scores of the last of the sequences that the mass is fitted on; the regression of
     the mass; the first product of features, while all of these are kept; the solution. Bytes for a number, or numbers
     at a time, are those that the stand-in device counted (tests/device/test_memory.py).
 

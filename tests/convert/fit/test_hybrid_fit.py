@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from convert.fit import mass_fit
 from convert.fit.fit import FitCache, fit_layers
 from convert.fit.hybrid_fit import (
     attention_received,
@@ -15,7 +16,7 @@ from convert.fit.hybrid_fit import (
     set_map,
 )
 from convert.fit.layer_data import Pieces, held_out_error
-from convert.fit.mass_fit import attend_far, attend_near, error_of, fit_mass, gates_of, refine, regress
+from convert.fit.mass_fit import attend_far, attend_near, error_of, fit_mass, gates_of, regress
 from convert.fit.probes import copy_probe, with_recall
 from convert.layout.placement import CacheBits, Hybrid, everywhere
 from convert.options import FitOptions
@@ -162,7 +163,7 @@ def test_the_gate_comes_closer_to_the_true_one(name, saved_teacher):
     "name, heads, gated", [("llama-gqa", (0, 1), False), ("gemma2", (), False), ("qwen3", (2, 3), True)]
 )
 @torch.no_grad()
-def test_the_mass_lowers_the_error_of_the_outputs(name, heads, gated, saved_teacher):
+def test_a_mass_that_harms_the_outputs_is_not_taken(name, heads, gated, saved_teacher, monkeypatch):
     """As the layer has it, where o_proj takes one head alone."""
     layer, data = layer_and_data(saved_teacher(name), heads, sequences=16, rank=0)
     layer.q_proj.weight *= 4  # sharp attention, which a mean is far from
@@ -173,12 +174,13 @@ def test_the_mass_lowers_the_error_of_the_outputs(name, heads, gated, saved_teac
     gates = [gates_of(layer, u, near, projected, layout, queries=5)]
     theory = layer.mass.double()
     regressed = regress(gates, theory)
-    refined = refine(gates, regressed)
-    assert (error_of(gates, refined) <= error_of(gates, regressed)).all()
-    assert (error_of(gates, refined) < 0.99 * error_of(gates, regressed)).any()
     fit_mass(layer, [(u, near, projected, layout)])
-    least = torch.minimum(error_of(gates, theory), error_of(gates, regressed))
-    assert (error_of(gates, layer.mass.double()) <= least + 1e-6 * gates[0].square.sum(0)).all()
+    torch.testing.assert_close(layer.mass.double(), regressed, rtol=1e-4, atol=1e-4)
+    wrong = regressed.clone()
+    wrong[:, 0] += 50.0  # a gate that is wide open
+    monkeypatch.setattr(mass_fit, "regress", lambda *_: wrong)
+    fit_mass(layer, [(u, near, projected, layout)])  # from the mass that it has so far
+    torch.testing.assert_close(layer.mass.double(), regressed, rtol=1e-4, atol=1e-4)
 
     values = projected.value.repeat_interleave(layer.shared, dim=1)
     teachers = (dense_scores(layer, projected).softmax(-1) @ values).transpose(1, 2)
@@ -194,8 +196,8 @@ def test_the_mass_lowers_the_error_of_the_outputs(name, heads, gated, saved_teac
         layer.mass.copy_(mass)
         return (layer(u, data.rotary) - teachers[:, :, 0] @ weight.T)[:, WINDOW:].square().sum().item()
 
-    expected = (error_of(gates, theory) - error_of(gates, refined))[0].item()
-    assert error(theory) - error(refined) == pytest.approx(expected, rel=1e-3)
+    expected = (error_of(gates, theory) - error_of(gates, wrong))[0].item()
+    assert error(theory) - error(wrong) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "phi", "qwen3", "gemma2"])
