@@ -90,7 +90,7 @@ def fit_hybrid_layer(layer: HybridAttention, data: LayerData) -> Unread:
     judging = data.in_batches(data.judging())
     enough = max(MASS_TOKENS // (data.u.shape[1] * data.pieces.sequences), 1)
     for_mass = fitting[::2][:enough]
-    others = [rows for rows in fitting if rows not in for_mass]
+    others = fitting[1::2] + fitting[::2][enough:]
     fit = fit_hybrid(layer, data.batch, for_mass, others, judging, data.rotary, data.pieces)
     set_map(layer, fit.down, fit.up)
 

@@ -5,8 +5,7 @@ mass is regressed on the true one, each token with the weight that an error ther
 returns is not what the teacher's attention to the same tokens is: a head whose outputs are farther from the teacher's
 with it than without keeps the mass of theory, if that is nearer.
 
-Shapes: B batch, L length, Q queries, D model width, H' heads with a window, P head dim,
-X features.
+Shapes: B batch, L length, Q queries, D model width, H' heads with a window, P head dim, X features.
 """
 
 import math
@@ -58,20 +57,10 @@ class Gates(NamedTuple):
     square: torch.Tensor
     product: torch.Tensor
 
-    def gate(self, mass: torch.Tensor) -> torch.Tensor:
-        """The gates (Q, H') with this mass (H', X)."""
-        return torch.sigmoid(torch.einsum("qhx,hx->qh", self.features.double(), mass) - self.near)
-
     def error(self, mass: torch.Tensor) -> torch.Tensor:
-        """Squared error of each head (H',), less what no gate changes."""
-        gate = self.gate(mass)
+        """Squared error of each head (H',) with this mass (H', X), less what no gate changes."""
+        gate = torch.sigmoid(torch.einsum("qhx,hx->qh", self.features.double(), mass) - self.near)
         return (self.square * gate.square() - 2 * self.product * gate).sum(0)
-
-    def normal(self, weight: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gram matrices (H', X, X) of the features with these weights (Q, H'), and features times targets (H', X)."""
-        features = self.features.double()
-        gram = torch.einsum("qhx,qhy->hxy", features * weight[..., None], features)
-        return gram, torch.einsum("qhx,qh->hx", features, target)
 
 
 def attend_near(layer: HybridAttention, projected: Projected) -> tuple[Near, Layout]:
@@ -96,8 +85,8 @@ def fit_mass(
     gates = [gates_of(layer, *each, queries) for each in seen]
     theory = layer.mass.double()
     regressed = regress(gates, theory)
-    errors = error_of(gates, regressed), error_of(gates, theory)
-    harms = (errors[0] > 0) & (errors[1] < errors[0])  # 0 is the error of a gate that is shut
+    error = error_of(gates, regressed)
+    harms = (error > 0) & (error_of(gates, theory) < error)  # 0 is the error of a gate that is shut
     layer.mass.copy_(torch.where(harms[:, None], theory, regressed))
 
 
@@ -118,7 +107,8 @@ def gates_of(
     log_mass, far = (t.flatten(0, 1) for t in attend_far(layer, projected, near, layout, queries))
     wide_open = torch.full_like(near.log_mass, torch.finfo(near.log_mass.dtype).min)
     returned, _ = read(near.query, near.output, wide_open, readout(heads, near.state))
-    output, of_near = by_token(near.output), by_token(near.log_mass)
+    output = by_token(near.output)
+    of_near = by_token(near.log_mass)
     d = by_token(returned) - output
     e = torch.sigmoid(log_mass - of_near)[..., None] * (far - output)
     if layer.gate_proj is not None:  # the teacher's own gates, after its attention
@@ -126,7 +116,8 @@ def gates_of(
         gates = of_heads(gates, layer.windowed, layer.shared).transpose(1, 2).flatten(0, 1)
         d, e = d * gates, e * gates
     weighed = torch.einsum("nhp,hpq->nhq", d, _gram_of_heads(layer))
-    square, product = ((weighed * t).sum(-1) for t in (d, e))
+    square = (weighed * d).sum(-1)
+    product = (weighed * e).sum(-1)
     features = by_token(mass_features(heads, near.query, near.state))
     return Gates(features, *(t.double() for t in (of_near, log_mass, square, product)))
 
@@ -139,15 +130,18 @@ def _gram_of_heads(layer: HybridAttention) -> torch.Tensor:
 
 def regress(gates: list[Gates], theory: torch.Tensor) -> torch.Tensor:
     """Regress the true log mass on its features; returns the mass (H', X)."""
-    gram = moment = 0.0
+    gram = 0.0
+    moment = 0.0
     for part in gates:
+        features = part.features.double()
         is_there = part.mass.isfinite()
         true = torch.sigmoid(part.mass - part.near)
         # an error of the log mass changes the gate by g (1 - g) times it; a state that is empty has none
         weight = (true * (1 - true) + FLOOR) * is_there
+        weighted = features * weight[..., None]
+        gram = gram + torch.einsum("qhx,qhy->hxy", weighted, features)
         # an infinite mass has weight 0, but 0 times infinity would be nan
-        of_part, target = part.normal(weight, weight * part.mass.masked_fill(~is_there, 0))
-        gram, moment = gram + of_part, moment + target
+        moment = moment + torch.einsum("qhx,qh->hx", weighted, part.mass.masked_fill(~is_there, 0))
     penalty = RIDGE * gram.diagonal(dim1=1, dim2=2)
     penalty[:, :2] *= RIDGE  # an offset and the number of tokens, which are all but free
     penalty += torch.finfo(torch.float32).tiny
@@ -165,7 +159,8 @@ def attend_far(
     until = near.until[:, layer.shape.places :]
     block = torch.arange(length, device=until.device) // layer.shape.block
     value = repeat_groups(projected.value.transpose(1, 2), projected.query.shape[1]).transpose(1, 2)
-    masses, outputs = [], []
+    masses = []
+    outputs = []
     for rows, scores in scores_from(layer, projected.query, projected.key, start, queries):
         evicted = until[:, None, : scores.shape[-1]] <= block[rows][:, None]
         scores = scores.masked_fill(~evicted[:, None], -math.inf)

@@ -62,10 +62,10 @@ def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, w
     of_gates = of_mass + 8 * H  # and four numbers in float64
     waiting = (of_token + behind * of_gates) * for_mass
     scores = waiting + 3.5 * batch * pieces.queries * H + 2 * batch * inner
-    step = waiting + 4 * behind * batch * of_mass
+    regression = waiting + 4 * behind * batch * of_mass
     product = of_token * (for_mass - batch) + 5 * X**2 + 10 * batch * inner
     solution = judged * behind * (X + D) + 10 * X**2 + 4 * X * D
-    return round(always + 4 * max(scores, step, product, solution))
+    return round(always + 4 * max(scores, regression, product, solution))
 
 
 def host_bytes(plan: Plan, resident: int) -> int:

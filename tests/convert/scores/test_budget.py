@@ -385,12 +385,14 @@ def test_more_bits_are_tried_where_rounding_is_the_only_error(said, ranked, trie
 
 @pytest.mark.parametrize("better", [None, 2])
 def test_states_that_take_much_may_keep_less_of_a_key(better, saved_teacher, monkeypatch):
-    """Windows get the bytes; the errors of both decide."""
+    """Heads and windows get the bytes; the errors of both decide."""
+    measured = []
     monkeypatch.setattr(decide, "_ranked", lambda *args: NEVER_WHOLE)
     monkeypatch.setattr(of_budget, "LEAST_PLANES", 1)
     monkeypatch.setattr(of_budget, "STATES_SHARE", 0.01)
 
     def layer_errors(aligner, placements):
+        measured.extend(placements)
         return [dict.fromkeys(of.windows, 1.0 if of.hybrid.planes == better else 1.2) for of in placements]
 
     monkeypatch.setattr(layer_costs, "layer_errors", layer_errors)
@@ -401,9 +403,9 @@ def test_states_that_take_much_may_keep_less_of_a_key(better, saved_teacher, mon
     half, quarter = aligner.report["layer_errors"]
     assert (half["planes"], quarter["planes"]) == (None, 2)
     assert sum(quarter["windows"].values()) > sum(half["windows"].values())
-    config = hybrid_config(spent.weights, placement, spent.resolved.mixer)
-    assert config.hybrid_state_planes == (better or 4)
-    assert cache_bytes(config, CONTEXT)[1] <= spent.nbytes
+    assert hybrid_config(spent.weights, placement, spent.resolved.mixer).hybrid_state_planes == (better or 4)
+    for of in (*measured, placement):
+        assert cache_bytes(hybrid_config(spent.weights, of, spent.resolved.mixer), CONTEXT)[1] <= spent.nbytes
     assert "planes" in decide_placement(spent).undecided
     monkeypatch.setattr(of_budget, "STATES_SHARE", 1.0)
     assert "planes" not in decide_placement(spent).undecided
