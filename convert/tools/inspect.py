@@ -82,7 +82,9 @@ def inspect_model(model: str, revision: str | None = None) -> dict[str, Any]:
             tokens = windows
         report["window"] = {"tokens": tokens, "sinks": config.hybrid_sinks}
         report["window"] |= {"block": config.hybrid_block, "salient": config.hybrid_salient}
-        report["window"] |= {"state": config.mixer != "none", "rank": config.hybrid_rank}
+        has_state = config.mixer != "none"
+        planes = (config.hybrid_state_planes or config.rotary_planes) if has_state else None
+        report["window"] |= {"state": has_state, "planes": planes, "rank": config.hybrid_rank}
         report["full_heads"] = sum(len(heads) for heads in config.hybrid_full_heads or ())
     report["bits"] = str(Placement.of(config).bits)
     sizes = {name: cache_bytes(config, length) for name, length in contexts(config).items()}
@@ -127,7 +129,7 @@ def describe_model(report: dict[str, Any]) -> Group:
         facts.add_row("mixer", f"{report['mixer']['kind']}: {rest}")
     if "window" in report:
         window = report["window"]
-        state = "a state" if window["state"] else "no state"
+        state = f"a state of {window['planes']} rotary planes" if window["state"] else "no state"
         held = f"{window['sinks']} sinks, {window['salient']} salient tokens"
         line = f"{window_in_words(window['tokens'])} tokens, {held}, {state}; "
         facts.add_row("window", f"{line}{report['full_heads']} query heads keep full attention")

@@ -121,7 +121,8 @@ def test_what_is_said_of_a_state(saved_teacher, tmp_path):
     assert "mamba" not in card.partition("# ")[0]
     report = inspect_model(str(tmp_path / "out"))
     assert report["mixer"] is None
-    assert report["window"] == {"tokens": 8, "sinks": 2, "block": 4, "salient": 3, "state": True, "rank": 2}
+    held = {"tokens": 8, "sinks": 2, "block": 4, "salient": 3, "state": True, "planes": 2, "rank": 2}
+    assert report["window"] == held
     assert report["full_heads"] == 2
 
 

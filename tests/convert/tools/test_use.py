@@ -47,7 +47,8 @@ def test_inspect_says_what_the_model_is(checkpoints):
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
     assert sorted(report["layer_map"]) == sorted("AHHH")
     assert len(report["attention_layers"]) == 1
-    assert report["window"] == {"tokens": 8, "sinks": 4, "block": 4, "salient": 0, "state": True, "rank": 0}
+    held = {"tokens": 8, "sinks": 4, "block": 4, "salient": 0, "state": True, "planes": 2, "rank": 0}
+    assert report["window"] == held
     assert report["mixer"] is None
     assert report["provenance"]["teacher"] == "teacher"
     assert report["provenance"]["align"] == "none"
