@@ -2,8 +2,8 @@
 
 The gate, which follows from the log mass, says how much of what the state returns is mixed into an output. The log
 mass is regressed on the true one, each token with the weight that an error there has in the gate. What the state
-returns is not what the teacher's attention to the same tokens is: a head whose outputs are farther from the teacher's
-with it than without keeps the mass of theory, if that is nearer.
+returns is not what the teacher's attention to the same tokens is: a head whose outputs are much farther from the
+teacher's with it than without keeps the mass of theory, if that is nearer.
 
 Shapes: B batch, L length, Q queries, D model width, H' heads with a window, P head dim, X features.
 """
@@ -28,6 +28,8 @@ from .layer_data import Pieces
 # keeps weights above 0 where a gate is shut or wide open
 FLOOR = 1e-6
 RIDGE = 1e-3
+HARM = 2.0
+"""A regressed mass harms a head whose squared error is this many times that of a gate that is shut."""
 MASS_TOKENS = 2**14
 """Tokens on which the mass is fitted, or one batch if that has more: it is a hundred numbers per head."""
 
@@ -46,9 +48,9 @@ class Gates(NamedTuple):
     """Gates of some queries, and their part in the outputs of their heads.
 
     features (Q, H', X) of the log mass. near, mass (Q, H'): log masses of softmax attention and, -inf where there is
-    none, of the tokens in the state. square, product (Q, H'): |W d|^2 and (W d)^T W e, where d is what a gate of 1
-    changes, e what the teacher's attention would change, and W the head's part of o_proj. All but the features, which
-    are large, in float64.
+    none, of the tokens in the state. square, product, rest (Q, H'): |W d|^2, (W d)^T W e and |W e|^2, where d is what
+    a gate of 1 changes, e what the teacher's attention would change, and W the head's part of o_proj. All but the
+    features, which are large, in float64.
     """
 
     features: torch.Tensor
@@ -56,11 +58,12 @@ class Gates(NamedTuple):
     mass: torch.Tensor
     square: torch.Tensor
     product: torch.Tensor
+    rest: torch.Tensor
 
     def error(self, mass: torch.Tensor) -> torch.Tensor:
-        """Squared error of each head (H',) with this mass (H', X), less what no gate changes."""
+        """Squared error of each head (H',) with this mass (H', X)."""
         gate = torch.sigmoid(torch.einsum("qhx,hx->qh", self.features.double(), mass) - self.near)
-        return (self.square * gate.square() - 2 * self.product * gate).sum(0)
+        return (self.square * gate.square() - 2 * self.product * gate + self.rest).sum(0)
 
 
 def attend_near(layer: HybridAttention, projected: Projected) -> tuple[Near, Layout]:
@@ -86,12 +89,13 @@ def fit_mass(
     theory = layer.mass.double()
     regressed = regress(gates, theory)
     error = error_of(gates, regressed)
-    harms = (error > 0) & (error_of(gates, theory) < error)  # 0 is the error of a gate that is shut
+    shut = sum(part.rest.sum(0) for part in gates)
+    harms = (error > HARM * shut) & (error_of(gates, theory) < error)
     layer.mass.copy_(torch.where(harms[:, None], theory, regressed))
 
 
 def error_of(gates: list[Gates], mass: torch.Tensor) -> torch.Tensor:
-    """Squared error of each head (H',), less what no gate changes, with this mass (H', X)."""
+    """Squared error of each head (H',) with this mass (H', X)."""
     return sum(part.error(mass) for part in gates)
 
 
@@ -115,11 +119,13 @@ def gates_of(
         gates = layer.head_gates(u[:, layer.shape.window :]).transpose(1, 2)
         gates = of_heads(gates, layer.windowed, layer.shared).transpose(1, 2).flatten(0, 1)
         d, e = d * gates, e * gates
-    weighed = torch.einsum("nhp,hpq->nhq", d, _gram_of_heads(layer))
-    square = (weighed * d).sum(-1)
-    product = (weighed * e).sum(-1)
+    gram = _gram_of_heads(layer)
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (torch.einsum("nhp,hpq->nhq", a, gram) * b).sum(-1).double()
+
     features = by_token(mass_features(heads, near.query, near.state))
-    return Gates(features, *(t.double() for t in (of_near, log_mass, square, product)))
+    return Gates(features, of_near.double(), log_mass.double(), product(d, d), product(d, e), product(e, e))
 
 
 def _gram_of_heads(layer: HybridAttention) -> torch.Tensor:

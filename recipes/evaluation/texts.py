@@ -14,6 +14,8 @@ from convert.fit.text import documents, token_rows
 SHIPPED = "shipped"
 PYTHON_DOCS = "python-docs"
 PYTHON_CODE = "python-code"
+HELD_OUT = 288
+"""Number of documents at the end of the calibration file that are `shipped`."""
 MODULES = ("argparse", "tarfile", "typing", "subprocess", "zipfile")
 """Modules of the standard library whose code is a text."""
 
@@ -36,13 +38,12 @@ class TextSource(NamedTuple):
     def documents(self) -> Iterator[str]:
         """The documents in order.
 
-        `shipped` is the second half of the text that ships for calibration, which a conversion with default settings
-        has not read; `python-docs` is the documentation inside Python, the longest documents first; `python-code`
+        `shipped` is the end of the text that ships for calibration, which a conversion with default settings has not
+        read; `python-docs` is the documentation inside Python, the longest documents first; `python-code`
         is the code of some of its modules.
         """
         if self.name == SHIPPED:
-            everything = list(documents("default"))
-            return iter(everything[len(everything) // 2 :])
+            return iter(list(documents("default"))[-HELD_OUT:])
         if self.name == PYTHON_DOCS:
             try:
                 topics = importlib.import_module("pydoc_data.topics").topics

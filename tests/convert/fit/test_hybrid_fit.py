@@ -164,7 +164,7 @@ def test_the_gate_comes_closer_to_the_true_one(name, saved_teacher):
 )
 @torch.no_grad()
 def test_a_mass_that_harms_the_outputs_is_not_taken(name, heads, gated, saved_teacher, monkeypatch):
-    """As the layer has it, where o_proj takes one head alone."""
+    """Unless the harm is small; errors are those of the layer where o_proj takes one head alone."""
     layer, data = layer_and_data(saved_teacher(name), heads, sequences=16, rank=0)
     layer.q_proj.weight *= 4  # sharp attention, which a mean is far from
     if gated:
@@ -178,9 +178,16 @@ def test_a_mass_that_harms_the_outputs_is_not_taken(name, heads, gated, saved_te
     torch.testing.assert_close(layer.mass.double(), regressed, rtol=1e-4, atol=1e-4)
     wrong = regressed.clone()
     wrong[:, 0] += 50.0  # a gate that is wide open
+    shut = regressed.clone()
+    shut[:, 0] -= 50.0
+    harm = error_of(gates, wrong) / error_of(gates, shut)
     monkeypatch.setattr(mass_fit, "regress", lambda *_: wrong)
+    monkeypatch.setattr(mass_fit, "HARM", 0.99 * harm.min().item())
     fit_mass(layer, [(u, near, projected, layout)])  # from the mass that it has so far
     torch.testing.assert_close(layer.mass.double(), regressed, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(mass_fit, "HARM", 1.01 * harm.max().item())
+    fit_mass(layer, [(u, near, projected, layout)])
+    torch.testing.assert_close(layer.mass.double(), wrong, rtol=1e-4, atol=1e-4)
 
     values = projected.value.repeat_interleave(layer.shared, dim=1)
     teachers = (dense_scores(layer, projected).softmax(-1) @ values).transpose(1, 2)
