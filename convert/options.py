@@ -108,8 +108,8 @@ class PlacementOptions:
     the teacher's weights."""
     bits: CacheBit | None = None
     """Bits per number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. Default: if --cache sets
-    the windows, 8 in windows, and 6 for keys and 4 for values of heads with full attention (or 4 or 8 for both,
-    where that fits the teacher better); otherwise 16."""
+    the windows, 8 in windows (6 where they are narrow), and 6 for keys and 4 for values of heads with full attention
+    (or 4 or 8 for both, where that fits the teacher better); otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention in layers whose other heads have a window: query heads as layer:head (16:3,18:0),
     a JSON file of them, or a number of key/value heads (8, or a share such as 0.02), of which the best at recalling

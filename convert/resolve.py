@@ -1,9 +1,9 @@
 """Every value that a conversion uses, decided once from the options and the teacher.
 
 Most options are None unless the user gives them. Their values follow from other options and from the teacher; they
-are decided here, with the reason, and no later step reads the options again. Three values wait for the sizes of a
-placement: the length of calibration rows and the number of salient tokens, which `follow_windows` decides
-(scores/budget.py), and which of several bits full attention has (scores/decide.py).
+are decided here, with the reason, and no later step reads the options again. Some values wait for the sizes of a
+placement: the length of calibration rows, the bits of windows and the number of salient tokens, which `follow_windows`
+decides (scores/budget.py), and which of several bits full attention has (scores/decide.py).
 """
 
 import dataclasses

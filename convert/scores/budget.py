@@ -28,6 +28,9 @@ HEADS_SHARE = 0.7
 WIDE = 1 / 3
 """Share of a calibration sequence from which on windows are wide, so that sequences are lengthened: at windows of 288
 tokens longer sequences gained nothing, at 368 most (docs/results/calibration.md)."""
+NARROW, NARROW_BITS = 1 / 8, (6, 6)
+"""Share of a calibration sequence up to which windows are narrow, and bits of keys and values in these: at 4 % of
+SmolLM2's cache wider windows are worth more than exact ones (docs/results/bits.md)."""
 SALIENT_SHARE = 1 / 4
 """Share of salient tokens among those that a window and its salient cache hold, sinks apart. At 8 % the errors of
 Qwen2.5-Coder-0.5B's layers after the fit are 0.43 in sum with 64 salient tokens, and 0.57 with 16 and windows that are
@@ -42,9 +45,9 @@ LONG_SEQUENCE = 2048
 
 
 def follow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolved:
-    """Return the decisions, now with the length of calibration sequences and the number of salient tokens.
+    """Return the decisions with what depends on the width of the windows that the budget allows.
 
-    Both depend on the width of the windows that the budget allows.
+    That is the length of calibration sequences, the bits of windows, and the number of salient tokens.
 
     Raises:
         ValueError: no placement fits into the budget.
@@ -52,7 +55,9 @@ def follow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolved:
     if resolved.choice != "budget" or resolved.window is not None:
         return resolved
     # sequences first: they bound the windows, and so what a share of them is
-    return keep_more_salient(weights, lengthen_sequences(weights, resolved))
+    for decide in (lengthen_sequences, round_narrow_windows, keep_more_salient):
+        resolved = decide(weights, resolved)
+    return resolved
 
 
 def _hybrid_within(budget: "Budget") -> Hybrid | None:
@@ -82,6 +87,19 @@ def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
     alignment = dataclasses.replace(alignment, sequence_length=LONG_SEQUENCE)
     reason = "windows are wider than a third of the default for layers with a window"
     return dataclasses.replace(resolved, alignment=alignment, reasons=resolved.reasons | {"sequence_length": reason})
+
+
+def round_narrow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolved:
+    """Return the decisions with fewer bits in windows that the budget leaves narrow, unless the user gives bits."""
+    if not resolved.other_bits:
+        return resolved
+    hybrid = _hybrid_within(Budget(weights, resolved))
+    if hybrid is None or hybrid.window > NARROW * resolved.sequence_length:
+        return resolved
+    bits, *others = (dataclasses.replace(bits, window=NARROW_BITS) for bits in (resolved.bits, *resolved.other_bits))
+    reason = f"{resolved.reasons['bits']}; windows of up to an eighth of a calibration sequence have fewer"
+    reasons = resolved.reasons | {"bits": reason}
+    return dataclasses.replace(resolved, bits=bits, other_bits=tuple(others), reasons=reasons)
 
 
 def keep_more_salient(weights: TeacherWeights, resolved: Resolved) -> Resolved:

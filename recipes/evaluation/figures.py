@@ -23,6 +23,7 @@ PAGES = {
     ROOT / "README.md": "readme",
     RESULTS / "compare.md": "compare",
     RESULTS / "real_caches.md": "compare",
+    RESULTS / "teachers.md": "compare",
     RESULTS / "other_teachers.md": "compare",
     RESULTS / "qwen.md": "compare",
     RESULTS / "quality.md": "quality",

@@ -24,7 +24,7 @@ from convert.plan import describe, make_plan
 from convert.resolve import resolve
 from convert.scores import budget as of_budget
 from convert.scores import decide, layer_costs
-from convert.scores.budget import LONG_SEQUENCE, WIDE, Budget, follow_windows
+from convert.scores.budget import LONG_SEQUENCE, NARROW, NARROW_BITS, WIDE, Budget, follow_windows
 from convert.scores.decide import decide_placement
 from convert.scores.layer_costs import LOOKING_UP, POWER, spread_windows
 from convert.teachers.teacher import find_teacher, teacher_layer_types
@@ -426,7 +426,7 @@ def test_what_fits_in_fewer_bits_alone_is_not_refused(saved_teacher):
     """Heads that are named, and heads that are chosen."""
     named = "0:0,0:2,1:0,1:2,2:0"
     spent = budget(saved_teacher("qwen3"), attention_heads=named, cache=0.24)
-    assert follow_windows(spent.weights, spent.resolved).bits == spent.resolved.bits
+    assert follow_windows(spent.weights, spent.resolved).bits.full == spent.resolved.bits.full
     assert decide_placement(spent).placement.bits.full == (4, 4)
     with pytest.raises(ValueError, match="too little"):
         decide_placement(budget(saved_teacher("qwen3"), attention_heads=named, cache=0.22))
@@ -547,6 +547,26 @@ def test_wide_windows_give_places_to_salient_tokens(saved_teacher):
     assert followed(cache=0.08, window=128).resolved.salient == 16
     assert followed(cache=0.08, mixer="none").resolved.salient == 0
     assert followed(cache=0.015).resolved.salient == 16
+
+
+def test_narrow_windows_have_fewer_bits(saved_teacher):
+    """And so are wider; not where the user gives bits, or none decides them."""
+
+    def followed(**said):
+        options = options_of(saved_teacher("qwen3"), **{"context": 4096, "attention_heads": 0} | said)
+        weights = TeacherWeights.of(find_teacher(options.model))
+        before = resolve(options, weights)
+        return Budget(weights, before), Budget(weights, follow_windows(weights, before))
+
+    before, after = followed(cache=0.02)
+    assert before.placement([]).hybrid.window <= NARROW * before.resolved.sequence_length
+    assert after.placement([]).hybrid.window > before.placement([]).hybrid.window
+    assert {bits.window for bits in (after.resolved.bits, *after.resolved.other_bits)} == {NARROW_BITS}
+    assert after.resolved.bits.full == before.resolved.bits.full
+    assert "fewer" in after.resolved.decided()["bits"]["reason"]
+    for said in ({"cache": 0.08}, {"bits": 8, "cache": 0.02}, {"window": 64, "cache": 0.08}, {"mixer": "none"}):
+        before, after = followed(**{"cache": 0.02} | said)
+        assert after.resolved.bits == before.resolved.bits
 
 
 def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_path):
