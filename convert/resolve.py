@@ -30,7 +30,7 @@ BLOCK = 16
 """Number of tokens by which windows move, if their width allows it."""
 FULL_BITS, WINDOW_BITS = (6, 4), 8
 """Bits of keys and of values in full attention, and of both in windows, if a budget decides. Far keys need more than
-values, and near tokens more than far ones (docs/results/bits.md)."""
+values, and near tokens more than far ones (docs/results/bits.md). Narrow windows have fewer (scores/budget.py)."""
 OTHER_FULL_BITS = (4, 4), (8, 4), (8, 8)
 """Bits in full attention that a run compares with FULL_BITS by the layers' errors; keys have 8 only if layers keep all
 of their attention."""

@@ -29,7 +29,7 @@ from .layer_data import Pieces
 FLOOR = 1e-6
 RIDGE = 1e-3
 HARM = 2.0
-"""A regressed mass harms a head whose squared error is this many times that of a gate that is shut."""
+"""A regressed mass harms a head whose squared error is more than this many times that with a gate that is shut."""
 MASS_TOKENS = 2**14
 """Tokens on which the mass is fitted, or one batch if that has more: it is a hundred numbers per head."""
 

@@ -18,7 +18,7 @@ from ..layout.config import hybrid_config
 from ..layout.placement import Attention, Hybrid, Layer, Mixer, Placement, everywhere
 from ..layout.presets import query_heads
 from ..options import evicted_tokens
-from ..resolve import Resolved
+from ..resolve import WINDOW_BITS, Resolved
 from ..teachers.weights import TeacherWeights
 
 KVHead = tuple[int, int]
@@ -54,8 +54,8 @@ def follow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolved:
     """
     if resolved.choice != "budget" or resolved.window is not None:
         return resolved
-    # sequences first: they bound the windows, and so what a share of them is
-    for decide in (lengthen_sequences, round_narrow_windows, keep_more_salient):
+    # bits first, as a budget may hold windows in few bits alone; sequences bound windows, and so a share of them
+    for decide in (round_narrow_windows, lengthen_sequences, keep_more_salient):
         resolved = decide(weights, resolved)
     return resolved
 
@@ -90,16 +90,24 @@ def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
 
 
 def round_narrow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolved:
-    """Return the decisions with fewer bits in windows that the budget leaves narrow, unless the user gives bits."""
-    if not resolved.other_bits:
-        return resolved
-    hybrid = _hybrid_within(Budget(weights, resolved))
-    if hybrid is None or hybrid.window > NARROW * resolved.sequence_length:
+    """Return the decisions with fewer bits in windows that the budget leaves narrow, unless the user gives bits.
+
+    The teacher's own windows would have them, too, however wide these are: beside any, nothing is changed.
+    """
+    if not resolved.other_bits or resolved.bounded or not _leaves_narrow_windows(weights, resolved):
         return resolved
     bits, *others = (dataclasses.replace(bits, window=NARROW_BITS) for bits in (resolved.bits, *resolved.other_bits))
-    reason = f"{resolved.reasons['bits']}; windows of up to an eighth of a calibration sequence have fewer"
+    reason = f"{resolved.reasons['bits']}; windows have fewer, as they would be narrow in {WINDOW_BITS}"
     reasons = resolved.reasons | {"bits": reason}
     return dataclasses.replace(resolved, bits=bits, other_bits=tuple(others), reasons=reasons)
+
+
+def _leaves_narrow_windows(weights: TeacherWeights, resolved: Resolved) -> bool:
+    try:
+        hybrid = _hybrid_within(Budget(weights, resolved))
+    except ValueError:  # not even the narrowest fit
+        return True
+    return hybrid is not None and hybrid.window <= NARROW * resolved.sequence_length
 
 
 def keep_more_salient(weights: TeacherWeights, resolved: Resolved) -> Resolved:

@@ -1,6 +1,7 @@
 """The evaluation as it is typed, on tiny models, and its figures against plain computations."""
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from convert.checkpoint.card import KL_ROW, NOT_MEASURED, RECALL_ROW
 from convert.checkpoint.pictures import KL
+from convert.fit.text import documents
 from recipes import evaluate as evaluation
 from recipes.evaluation.generation import INSTRUCTIONS, PROMPTS, common_prefix, judge, repetition
 from recipes.evaluation.metrics import by_position, edges, figures, half_width, per_token, reader
@@ -540,6 +542,12 @@ def test_texts():
     shipped = TextSource("shipped").rows(chat_tokenizer(), 32, 2)
     assert shipped.shape == (2, 32)
     assert TextSource("shipped").label == "shipped"
+    everything = list(documents("default"))
+    held_out = list(TextSource("shipped").documents())
+    assert hashlib.sha256("\n".join(held_out).encode()).hexdigest()[:16] == "1802f3c11f85adb1"
+    assert not set(held_out) & set(everything[: -len(held_out)])
+    code = list(TextSource("python-code").documents())
+    assert not any(source.startswith(text[:200]) for source in code for text in everything)
     longest = next(TextSource("python-docs").documents())
     assert len(longest) > 20_000
     with pytest.raises(ValueError, match="needs? "):

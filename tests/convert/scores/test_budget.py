@@ -550,23 +550,40 @@ def test_wide_windows_give_places_to_salient_tokens(saved_teacher):
 
 
 def test_narrow_windows_have_fewer_bits(saved_teacher):
-    """And so are wider; not where the user gives bits, or none decides them."""
+    """And so are wider; not where the user gives bits, none decides them, or the teacher has windows of its own."""
 
-    def followed(**said):
-        options = options_of(saved_teacher("qwen3"), **{"context": 4096, "attention_heads": 0} | said)
+    def followed(name="qwen3", **said):
+        options = options_of(saved_teacher(name), **{"context": 4096, "attention_heads": 0, "cache": 0.02} | said)
         weights = TeacherWeights.of(find_teacher(options.model))
         before = resolve(options, weights)
         return Budget(weights, before), Budget(weights, follow_windows(weights, before))
 
-    before, after = followed(cache=0.02)
+    before, after = followed()
     assert before.placement([]).hybrid.window <= NARROW * before.resolved.sequence_length
     assert after.placement([]).hybrid.window > before.placement([]).hybrid.window
     assert {bits.window for bits in (after.resolved.bits, *after.resolved.other_bits)} == {NARROW_BITS}
     assert after.resolved.bits.full == before.resolved.bits.full
     assert "fewer" in after.resolved.decided()["bits"]["reason"]
-    for said in ({"cache": 0.08}, {"bits": 8, "cache": 0.02}, {"window": 64, "cache": 0.08}, {"mixer": "none"}):
-        before, after = followed(**{"cache": 0.02} | said)
+    for said in ({"cache": 0.08}, {"bits": 8}, {"window": 64, "cache": 0.08}, {"mixer": "none"}, {"name": "gemma3"}):
+        before, after = followed(**said)
         assert after.resolved.bits == before.resolved.bits
+
+
+def test_a_budget_for_windows_in_fewer_bits_alone_is_not_refused(saved_teacher):
+    options = options_of(saved_teacher("qwen3"), context=4096, attention_heads=0, cache=0.02)
+    weights = TeacherWeights.of(find_teacher(options.model))
+    resolved = resolve(options, weights)
+
+    def least(budget):
+        return budget._bytes([], budget.narrowest_window)
+
+    in_few = dataclasses.replace(resolved, bits=dataclasses.replace(resolved.bits, window=NARROW_BITS))
+    between = (least(Budget(weights, in_few)) + least(Budget(weights, resolved))) // 2
+    resolved = dataclasses.replace(resolved, cache_bytes=between)
+    with pytest.raises(ValueError, match="too little"):
+        Budget(weights, resolved).placement([])
+    spent = Budget(weights, follow_windows(weights, resolved))
+    assert spent.placement([]).hybrid.window == spent.narrowest_window
 
 
 def test_the_same_tokens_in_longer_sequences_are_another_run(saved_teacher, tmp_path):
