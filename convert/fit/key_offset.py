@@ -8,7 +8,7 @@ it, so that their keys are rounded least.
 Of a vector that is the same before rotation, planes that turn slowly keep much over a context, and the mean over the
 context's positions is taken. Planes that turn farther have no offset, which would be wrong at both ends of a context.
 Nor have heads with a window: the fitted log mass of their states depends on distances, as an offset does not, and
-in 8 bits keys lose next to nothing. Narrow windows, in 6, were measured without offsets alone.
+in 8 bits keys lose next to nothing. Windows in 6 bits were not measured with offsets.
 
 Shapes: B batch, L length, D model width, K key/value heads, R heads per key/value head, P head dim, Q queries.
 """

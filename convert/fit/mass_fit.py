@@ -121,11 +121,12 @@ def gates_of(
         d, e = d * gates, e * gates
     gram = _gram_of_heads(layer)
 
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (torch.einsum("nhp,hpq->nhq", a, gram) * b).sum(-1).double()
-
+    weighed_d, weighed_e = (torch.einsum("nhp,hpq->nhq", t, gram) for t in (d, e))
+    square = (weighed_d * d).sum(-1)
+    product = (weighed_d * e).sum(-1)
+    rest = (weighed_e * e).sum(-1)
     features = by_token(mass_features(heads, near.query, near.state))
-    return Gates(features, of_near.double(), log_mass.double(), product(d, d), product(d, e), product(e, e))
+    return Gates(features, *(t.double() for t in (of_near, log_mass, square, product, rest)))
 
 
 def _gram_of_heads(layer: HybridAttention) -> torch.Tensor:

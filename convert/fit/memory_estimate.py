@@ -59,7 +59,7 @@ def device_bytes(config: PreTrainedConfig, fitting: int, judging: int, L: int, w
     always = 4 * (block + attention + judged * projected)
     # as in `theory_mass`
     of_mass = H * (2 + config.state_keys(0) - config.state_planes(0) + P - config.rotary_planes)
-    of_gates = of_mass + 8 * H  # and four numbers in float64
+    of_gates = of_mass + 10 * H  # and five numbers in float64
     waiting = (of_token + behind * of_gates) * for_mass
     scores = waiting + 3.5 * batch * pieces.queries * H + 2 * batch * inner
     regression = waiting + 4 * behind * batch * of_mass

@@ -28,9 +28,11 @@ HEADS_SHARE = 0.7
 WIDE = 1 / 3
 """Share of a calibration sequence from which on windows are wide, so that sequences are lengthened: at windows of 288
 tokens longer sequences gained nothing, at 368 most (docs/results/calibration.md)."""
-NARROW, NARROW_BITS = 1 / 8, (6, 6)
-"""Share of a calibration sequence up to which windows are narrow, and bits of keys and values in these: at 4 % of
-SmolLM2's cache wider windows are worth more than exact ones (docs/results/bits.md)."""
+NARROW = 1 / 8
+"""Share of a calibration sequence up to which windows are narrow: at 4 % of the cache they are, at 6 % not."""
+NARROW_BITS = 6, 6
+"""Bits of keys and of values in narrow windows: at 4 % of SmolLM2's cache wider windows are worth more than exact ones
+(docs/results/bits.md)."""
 SALIENT_SHARE = 1 / 4
 """Share of salient tokens among those that a window and its salient cache hold, sinks apart. At 8 % the errors of
 Qwen2.5-Coder-0.5B's layers after the fit are 0.43 in sum with 64 salient tokens, and 0.57 with 16 and windows that are
@@ -97,7 +99,7 @@ def round_narrow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolve
     if not resolved.other_bits or resolved.bounded or not _leaves_narrow_windows(weights, resolved):
         return resolved
     bits, *others = (dataclasses.replace(bits, window=NARROW_BITS) for bits in (resolved.bits, *resolved.other_bits))
-    reason = f"{resolved.reasons['bits']}; windows have fewer, as they would be narrow in {WINDOW_BITS}"
+    reason = f"{resolved.reasons['bits']}; windows have fewer, since in {WINDOW_BITS} bits they would be narrow"
     reasons = resolved.reasons | {"bits": reason}
     return dataclasses.replace(resolved, bits=bits, other_bits=tuple(others), reasons=reasons)
 
