@@ -250,7 +250,7 @@ class Comparison:
         vocabulary_size = self.teacher.config.vocab_size
         short = source.rows(self.tokenizer, length // 2, COPIED_ROWS)
         copied = questions(short, self.tokenizer, vocabulary_size, [], seed=0)[0].probe
-        distances = needle_distances(length)
+        distances = needle_distances(length, self.options.needles)
         prose = source.rows(self.tokenizer, length, self.options.needle_rows)
         needles = needles_probe(prose, plain_tokens(vocabulary_size), distances, seed=0)
         found = []
@@ -369,7 +369,9 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     common = {
         "teacher": [options.teacher, fingerprint(options.teacher, None, options.trust_remote_code)],
         "text": [[source.name, source.fingerprint()] for source in map(TextSource, options.text)],
-    } | {name: getattr(options, name) for name in ("length", "rows", "first", "needle_rows", "dtype", "device")}
+    }
+    sizes = ("length", "rows", "first", "needle_rows", "needles", "dtype", "device")
+    common |= {name: getattr(options, name) for name in sizes}
     parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}, "continuation": CONTINUED}
     # results of before lack some figures, so that their methods are measured again
     folder = ResultsFolder(Path(options.output), {"common": common, "method": {"version": 3}} | parts)

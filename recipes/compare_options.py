@@ -1,8 +1,12 @@
 """Options of `compare`, apart from what runs it, whose imports take seconds."""
 
+import itertools
 from dataclasses import dataclass
 
 from convert.options import Context, PositiveInt
+
+NEEDLE = 8
+"""Tokens of a needle, as in evaluation/recall.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,9 @@ class CompareOptions:
     needle_rows: PositiveInt = 4
     """Number of texts in which needles, random tokens that are asked for at the end, are hidden at several distances;
     with 26 the standard error is 4 percentage points."""
+    needles: tuple[PositiveInt, ...] = (100, 400, 1500, 3500, 7500, 15000, 30000)
+    """Numbers of tokens, with commas between them, from which needles are asked back. Those that a row is too short
+    for are left out."""
     speed: tuple[PositiveInt, ...] = (512, 4096, 16384)
     """Numbers of tokens at which speed is measured, with commas between them."""
     ruler: tuple[PositiveInt, ...] = ()
@@ -64,3 +71,8 @@ class CompareOptions:
             raise ValueError(f"--beside takes some of {', '.join(known)}; got {', '.join(unknown)}.")
         if self.length < 2 * self.first:
             raise ValueError(f"--length must be at least twice --first, {2 * self.first} tokens.")
+        # needles and questions for them may not overlap
+        gaps = [after - before for before, after in itertools.pairwise((0, *self.needles))]
+        least = NEEDLE * len(self.needles)
+        if not gaps or min(gaps) < least:
+            raise ValueError(f"--needles must grow from {least} tokens on by at least {least}.")

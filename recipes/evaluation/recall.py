@@ -6,6 +6,7 @@ said in words. An answer is right where the likeliest token is the true one, giv
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,6 @@ from convert.fit.text import beginning_of_text
 from .metrics import Reader
 
 NEEDLE = 8
-NEEDLE_DISTANCES = (100, 400, 1500, 3500, 7500, 15000, 30000)
-"""Tokens between the needles of one text and the questions for them."""
 DIGITS = 5
 TOLD = " The pass key is {key}. Remember it: {key} is the pass key."
 ASKED = " What is the pass key? The pass key is"
@@ -70,10 +69,10 @@ def questions(
     return found
 
 
-def needle_distances(length: int) -> list[int]:
-    """Distances at which needles are hidden in rows of this length: all that fit, or half a row where none does."""
-    most = length - NEEDLE * len(NEEDLE_DISTANCES)
-    return [distance for distance in NEEDLE_DISTANCES if distance <= most] or [length // 2]
+def needle_distances(length: int, distances: Sequence[int]) -> list[int]:
+    """The distances (in tokens) that fit a row of this length, or half a row where none does."""
+    most = length - NEEDLE * len(distances)
+    return [distance for distance in distances if distance <= most] or [length // 2]
 
 
 def needles_probe(prose: torch.Tensor, vocabulary: range, distances: list[int], seed: int) -> Probe:

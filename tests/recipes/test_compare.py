@@ -16,11 +16,12 @@ from convert.layout.cache import cache_bytes
 from convert.options import documented
 from modeling_llamba.compatibility import CACHE_NAME, cache_of
 from recipes import compare as comparison
+from recipes import compare_options
 from recipes.cli import COMPARE, main
 from recipes.compare import CONTINUED
 from recipes.compare_options import CompareOptions
 from recipes.demo import saved_and_paid
-from recipes.evaluation import real_caches
+from recipes.evaluation import real_caches, recall
 from recipes.evaluation.eviction import (
     REPEAT,
     Eviction,
@@ -262,11 +263,19 @@ def test_no_context_holds_what_asks(folder, monkeypatch):
     assert len(probes) == 2
 
 
+@pytest.mark.parametrize("distances", [(), (10, 400), (100, 110), (400, 100)])
+def test_needles_do_not_overlap(distances):
+    assert recall.NEEDLE == compare_options.NEEDLE
+    with pytest.raises(ValueError, match="--needles must grow from"):
+        CompareOptions(needles=distances)
+
+
 def test_needles_lie_as_far_back_as_they_are_said_to():
     """Each needle is in the text once, at its distance from its question, whose second half is to be answered."""
-    distances = needle_distances(512)
+    distances = needle_distances(512, CompareOptions.needles)
     assert distances == [100, 400]
-    assert needle_distances(128) == [64], "half a row, where none fits"
+    assert needle_distances(128, CompareOptions.needles) == [64], "half a row, where none fits"
+    assert needle_distances(512, [200, 300, 500]) == [200, 300]
     probe = needles_probe(random_ids(3, 512) % 50, range(50, 500), distances, seed=0)
     for ids, answers in zip(probe.ids.tolist(), probe.answers.tolist(), strict=True):
         for question, distance in zip((512 - 2 * NEEDLE, 512 - NEEDLE), distances, strict=True):
