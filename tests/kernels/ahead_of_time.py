@@ -17,11 +17,12 @@ import torch
 from modeling_llamba.hybrid.rounding import Rounding
 
 CAPABILITIES = (80, 90)  # A100, H100
-ROWS = "rows"
-SHAPES = {  # K, R, P, planes, dtype of all but salience and state; or bf16 with keys and values in rows of 8 bits
-    "SmolLM2-135M in 8 bits": (3, 3, 64, 32, ROWS),
-    "Llama-3.1-8B in 8 bits": (8, 4, 128, 64, ROWS),
-    "Gemma-2-2B in 8 bits": (4, 2, 256, 128, ROWS),
+ROWS = {"rows of 8 bits": 8, "rows of 6 bits": 6}
+SHAPES = {  # K, R, P, planes, dtype of all but salience and state; or bf16 with keys and values in rows
+    "SmolLM2-135M in 8 bits": (3, 3, 64, 32, "rows of 8 bits"),
+    "Llama-3.1-8B in 8 bits": (8, 4, 128, 64, "rows of 8 bits"),
+    "Gemma-2-2B in 8 bits": (4, 2, 256, 128, "rows of 8 bits"),
+    "SmolLM2-135M in 6 bits": (3, 3, 64, 32, "rows of 6 bits"),
     "SmolLM2-135M": (3, 3, 64, 32, "bf16"),
     "Llama-3.2-1B": (8, 4, 64, 32, "bf16"),
     "Llama-3.1-8B": (8, 4, 128, 64, "bf16"),
@@ -59,6 +60,13 @@ def tools() -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
+def bits_of(dtype: str, dim: int) -> dict[str, int]:
+    """The constants that say how keys and values are rounded."""
+    bits = ROWS.get(dtype, 16)
+    groups = Rounding(bits, dim).groups
+    return {"KEY_BITS": bits, "VALUE_BITS": bits, "KEY_GROUPS": groups, "VALUE_GROUPS": groups}
+
+
 def compiled(capability: int, shape: str) -> dict[str, int]:
     """Registers of a thread; bytes of its stack and of spilled registers; bytes shared by a block's warps."""
     import modeling_llamba.kernels.triton.triton_step as kernels
@@ -68,13 +76,13 @@ def compiled(capability: int, shape: str) -> dict[str, int]:
     slow = planes // 2
     N = P - 2 * (planes - slow)
     (dims, columns), slow_columns = kernels.tile_of(P, HELD["S"] + HELD["C"]), kernels.tile_of(P, N)[1]
-    types = dict.fromkeys(function.arg_names, f"*{'bf16' if dtype == ROWS else dtype}")
+    types = dict.fromkeys(function.arg_names, f"*{'bf16' if dtype in ROWS else dtype}")
     width = P
-    if dtype == ROWS:
+    if dtype in ROWS:
         types |= {"keys": "*u8", "values": "*u8"}
-        width = Rounding(8, P).width(torch.bfloat16)
+        width = Rounding(ROWS[dtype], P).width(torch.bfloat16)
     types |= {"salience": "*fp32", "state": "*fp32", "seen": "*i64", "scale": "fp32", "softcap": "fp32"}
-    constants = {"K": K, "R": R, "P": P, "N": N, "PART": P & -P}
+    constants = {"K": K, "R": R, "P": P, "N": N} | bits_of(dtype, P) | {"PART": P & -P}
     constants |= {"KEY_WIDTH": width, "VALUE_WIDTH": width, "PLANES": planes, "SLOW_PLANES": slow} | HELD
     constants |= {"DIMS": dims, "COLUMNS": columns, "SLOW": slow_columns}
     types |= dict.fromkeys(constants, "constexpr")
@@ -88,11 +96,12 @@ def compiled_write(capability: int, shape: str) -> dict[str, dict[str, int]]:
     K, _, P, planes, dtype = SHAPES[shape]
     slow = planes // 2
     N = P - 2 * (planes - slow)
-    (dims, slow_columns), rounding = kernels.tile_of(P, N), Rounding(8, P)
-    width, pointer = (rounding.width(torch.bfloat16), "*u8") if dtype == ROWS else (P, f"*{dtype}")
+    (dims, slow_columns), rounding = kernels.tile_of(P, N), Rounding(ROWS.get(dtype, 16), P)
+    width, pointer = (rounding.width(torch.bfloat16), "*u8") if dtype in ROWS else (P, f"*{dtype}")
     held = {"S": 20, "C": 256, "E": 32, "CANDIDATES": 64}
     part = 2 ** (width - 1).bit_length()
     write = {"K": K, "P": P, "N": N, "KEY_WIDTH": width, "VALUE_WIDTH": width, "KEY_PART": part, "VALUE_PART": part}
+    write |= bits_of(dtype, P)
     write |= {"PART": P & -P, "PLANES": planes, "SLOW_PLANES": slow, "DIMS": dims, "SLOW": max(slow_columns, 16)}
     write |= {"ROWS": kernels.ROWS} | held
     of_type = dict.fromkeys(("keys", "values", "new_keys", "new_values"), pointer)

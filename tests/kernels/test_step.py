@@ -41,6 +41,8 @@ def steps(layer, hidden_states, index, reach, cache, start=True):
 SIZES = {  # block, whole blocks, sinks, places, head dim, planes, slow planes, bits
     "the default": (32, 3, 4, 20, 64, 32, 16, 8),
     "in 16 bits": (16, 5, 2, 7, 64, 32, 8, 16),
+    "in 6 bits": (32, 3, 4, 20, 64, 32, 16, 6),
+    "in 6 and 4 bits": (16, 2, 1, 33, 128, 64, 16, [6, 4]),
     "partial rotary": (4, 2, 1, 33, 80, 16, 16, 16),
     "no places": (8, 1, 0, 0, 48, 24, 3, 8),
     "one block": (4, 0, 1, 2, 16, 8, 4, 8),
@@ -53,15 +55,15 @@ SIZES = {  # block, whole blocks, sinks, places, head dim, planes, slow planes, 
 def test_a_token_is_written(record_property, launches, sizes):
     """In rows of different lengths, some of which open a block, beside PyTorch's operations, with equal salience."""
     block, whole, sinks, places, dim, planes, slow_planes, bits = SIZES[sizes]
-    roundings = [Rounding(bits, dim, backend) for backend in ("auto", "torch")]
-    shapes = [BlockShape(block, whole, sinks, places, SlowDims(planes, slow_planes), one, one) for one in roundings]
-    shape, rounding = shapes[1], roundings[1]
+    roundings = [Rounding.of_pair(bits, dim, backend) for backend in ("auto", "torch")]
+    shapes = [BlockShape(block, whole, sinks, places, SlowDims(planes, slow_planes), *pair) for pair in roundings]
+    shape = shapes[1]
     batch, heads = 5, 2
     window = shape.window
     first = torch.tensor([0, window - 1, window, window + 2 * block, window + 5 * block - 1 + places])
 
     def rows(length):
-        return rounding.encode(torch.randn(batch, heads, length, dim, device=DEVICE))
+        return [each.encode(torch.randn(batch, heads, length, dim, device=DEVICE)) for each in roundings[1]]
 
     layers = [HybridLayer(shape) for shape in shapes]
     before = int(first.max())
@@ -70,7 +72,7 @@ def test_a_token_is_written(record_property, launches, sizes):
     salience = (torch.randn(batch, before) * 4).round().to(DEVICE)  # 0 and -0 are as large
     salience[index < sinks] = torch.inf
     salience[index < 0] = -torch.inf
-    tokens = NewTokens(rows(before), rows(before), salience, index)
+    tokens = NewTokens(*rows(before), salience, index)
     held = advance(Held.empty(shape, tokens), tokens, shape)
     for layer in layers:
         layer.held = held.copied()
@@ -79,7 +81,7 @@ def test_a_token_is_written(record_property, launches, sizes):
         index = (first + t)[:, None].to(DEVICE)
         index[t % batch] = -1
         first[t % batch] -= 1
-        tokens = NewTokens(rows(1), rows(1), (torch.randn(batch, 1) * 4).round().to(DEVICE), index)
+        tokens = NewTokens(*rows(1), (torch.randn(batch, 1) * 4).round().to(DEVICE), index)
         layers[0].put(tokens, None)
         layers[1].put(tokens, None)
         own, theirs = (layer.held for layer in layers)

@@ -10,7 +10,7 @@ from ...hybrid.block_layout import Blocks
 from ...hybrid.eviction import BlockShape, Held, NewTokens
 from ...hybrid.inputs import HybridInputs, Projected, Ranked, WindowedHeads
 from ...hybrid.near import attend_causally
-from ...hybrid.rounding import WHOLE, Rounding
+from ...hybrid.rounding import Rounding
 from ...hybrid.step import is_early
 from ...model.rotary import Rotary
 from ..flex import FlexBackend, attend_by_flex
@@ -75,11 +75,13 @@ class TritonBackend(FlexBackend):
 
     def write_one(self, held: Held, tokens: NewTokens, shape: BlockShape) -> bool:
         """See `TorchBackend.write_one`."""
-        if not _takes_steps(shape) or not triton_prompt.fits(shape, shape.key_rounding.dim, least=1):
+        if shape.slow is None or not triton_prompt.fits(shape, shape.key_rounding.dim, least=1):
             return False
         if not all(t.is_contiguous() for t in held):  # the kernels write to tensors without gaps
             return False
-        triton_step.write_one(*held, *tokens, shape.block, shape.places, *shape.slow, shape.key_rounding.dim)
+        triton_step.write_one(
+            *held, *tokens, shape.block, shape.places, *shape.slow, shape.key_rounding.dim, *_bits(shape)
+        )
         return True
 
     def step(
@@ -88,12 +90,12 @@ class TritonBackend(FlexBackend):
         """See `TorchBackend.step`."""
         query = projected.query
         shape = heads.shape
-        if query.shape[2] > 1 or not heads.are_plain or not _takes_steps(shape):
+        if query.shape[2] > 1 or not heads.are_plain or shape.slow is None:
             return super().step(heads, projected, inputs, layer)
         layer.put(projected.tokens(inputs.index), inputs.start)
         output, features = triton_step.mix_one(
             *layer.held, query, projected.sink_query, heads.mass, heads.scaling, heads.softcap or 0.0,
-            shape.block, shape.sinks, shape.places, *shape.slow,
+            shape.block, shape.sinks, shape.places, *shape.slow, *_bits(shape),
         )  # fmt: skip
         return output, None if is_early(heads, inputs) else features
 
@@ -118,7 +120,7 @@ class TritonBackend(FlexBackend):
         in_window = held is None and projected.query.shape[2] <= heads.shape.window
         if in_window or not self._mixes(heads, projected, inputs):
             return super().mix(heads, projected, inputs, held, keeps)
-        with triton_step.on_device_of(projected.query):
+        with triton_rounding.on_device_of(projected.query):
             return _mix(heads, projected, inputs, held, keeps and inputs.end_alike)
 
     def ssd_scan(self, x, log_a, B, C, initial_state, seq_idx, chunk_size: int, asked: str):
@@ -141,9 +143,9 @@ def _rotates(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> bool:
     return triton_tokens.can_rotate(query, key, rotary)
 
 
-def _takes_steps(shape: BlockShape) -> bool:
-    """True for a layer whose keys and values the kernels of a step read."""
-    return shape.slow is not None and {shape.key_rounding.bits, shape.value_rounding.bits} <= {8, WHOLE}
+def _bits(shape: BlockShape) -> tuple[int, int]:
+    """Bits of keys and of values."""
+    return shape.key_rounding.bits, shape.value_rounding.bits
 
 
 def _mix(heads: WindowedHeads, projected: Projected, inputs: HybridInputs, held: Held | None, keeps: bool) -> Mixed:

@@ -22,8 +22,8 @@ from ...hybrid.eviction import Held, NewTokens
 from ...hybrid.inputs import Projected
 from ..flex import FLEX_BLOCK
 from ..operators import remembered
-from .triton_rounding import numbers as numbers_of_rows
-from .triton_step import rotated, sortable
+from .triton_rounding import held_vectors, rotated
+from .triton_step import sortable
 
 TILE = FLEX_BLOCK
 """Queries and columns of a tile of flex_attention's mask."""
@@ -194,12 +194,10 @@ def visible_tiles(until: torch.Tensor, slots: int, blocks: Blocks) -> tuple[torc
 @triton.jit
 def laid(start, row, visible, d, P: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr):
     """Vectors (ROWS, DIMS) in float32 that begin `row` numbers or bytes behind a pointer; 0 where none is visible."""
-    in_d = d < P
-    if BITS == 16:
-        t = tl.load(start + row[:, None] + d[None, :], mask=visible[:, None] & in_d[None, :], other=0.0)
-        return t.to(tl.float32)
-    else:
-        return rotated(numbers_of_rows(start + row, visible, d, in_d, P, BITS, GROUPS), PART)
+    t = held_vectors(start + row, visible, d, d < P, P, BITS, GROUPS)
+    if BITS < 16:
+        t = rotated(t, PART)
+    return t
 
 
 @triton.jit

@@ -6,6 +6,7 @@ All is in float32. One warp takes a few rows, whether there are six of them or a
 Shapes: P head dim, W bytes of a row.
 """
 
+import contextlib
 import functools
 import math
 
@@ -15,10 +16,17 @@ import triton.language as tl
 
 from ...hybrid.rounding import width_of
 from ..operators import as_operator
-from .triton_step import on_device_of, rotated
 
 TILE = 512  # numbers at a time, 16 of each thread
 WARPS = 1
+CURRENT = contextlib.nullcontext()
+
+
+def on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
+    """A context in which Triton, which launches on the current device, launches on that of a tensor."""
+    if t.device.index == torch.cuda.current_device():
+        return CURRENT
+    return torch.cuda.device(t.device)
 
 
 @as_operator
@@ -100,14 +108,30 @@ def sizes_of(bits: int, dim: int, groups: int) -> dict[str, int]:
 
 
 @triton.jit
+def rotated(t, PART: tl.constexpr):
+    """Vectors (..., DIMS) times the matrix `hadamard` of rounding.py, of which PART is the size of a block."""
+    for bit in tl.static_range(16):
+        if 1 << bit < PART:  # sums and differences of all numbers whose places differ in this bit alone
+            pairs = tl.reshape(t, [t.numel // (2 << bit), 2, 1 << bit])
+            sign = 1.0 - 2.0 * tl.arange(0, 2)[None, :, None]
+            sums = tl.sum(pairs, axis=1, keep_dims=True)
+            differences = tl.sum(pairs * sign, axis=1, keep_dims=True)
+            t = tl.reshape(tl.where(sign > 0, sums, differences), t.shape)
+    return t / tl.sqrt(PART + 0.0)
+
+
+@triton.jit
 def numbers(row, visible, d, in_d, P: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
     """Vectors (columns, DIMS), still rotated, of the rows that begin at these pointers; see rounding.py."""
     in_tile = visible[:, None] & in_d[None, :]
-    group = d // (P // GROUPS)
-    scale = tl.load(row.to(tl.pointer_type(tl.float16))[:, None] + group[None, :], mask=in_tile, other=0.0)
+    scales = row.to(tl.pointer_type(tl.float16))
+    if GROUPS == 1:
+        scale = tl.load(scales, mask=visible, other=0.0)[:, None]
+    else:
+        scale = tl.load(scales[:, None] + (d // (P // GROUPS))[None, :], mask=in_tile, other=0.0)
     first = row[:, None] + 2 * GROUPS
     if BITS == 8:
-        code = tl.load(first + d[None, :], mask=in_tile, other=0).to(tl.int32)
+        code = tl.load(first + d[None, :], mask=in_tile, other=0)
     elif BITS == 6:
         QUARTER: tl.constexpr = P // 4
         upper = in_tile & (d < 3 * QUARTER)[None, :]
@@ -121,8 +145,18 @@ def numbers(row, visible, d, in_d, P: tl.constexpr, BITS: tl.constexpr, GROUPS: 
         WIDTH: tl.constexpr = P * BITS // 8
         byte = tl.load(first + (d % WIDTH)[None, :], mask=in_tile, other=0).to(tl.int32)
         code = (byte << (8 - BITS - BITS * (d // WIDTH))[None, :]) & (256 - (1 << (8 - BITS)))
-    signed = tl.where(code > 127, code - 256, code)
+    signed = code.to(tl.uint8).to(tl.int8, bitcast=True)
     return signed.to(tl.float32) * scale.to(tl.float32)
+
+
+@triton.jit
+def held_vectors(row, visible, d, in_d, P: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    """Vectors (columns, DIMS), still rotated, of the rows that begin at these pointers."""
+    if BITS == 16:
+        vectors = tl.load(row[:, None] + d[None, :], mask=visible[:, None] & in_d[None, :], other=0.0)
+    else:
+        vectors = numbers(row, visible, d, in_d, P, BITS, GROUPS)
+    return vectors.to(tl.float32)
 
 
 @triton.jit

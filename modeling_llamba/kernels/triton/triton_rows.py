@@ -14,8 +14,8 @@ import triton.language as tl
 
 from ...hybrid.rounding import WHOLE, Rounding
 from ..operators import as_operator
-from .triton_rounding import numbers
-from .triton_step import on_device_of, rotated, tile_of
+from .triton_rounding import held_vectors, on_device_of, rotated
+from .triton_step import tile_of
 
 SPAN, MOST_PARTS = 256, 64
 """Columns of a part at least, and the largest number of parts."""
@@ -117,16 +117,6 @@ def _attend(query, of_rows, strides, kv_heads, columns, bias, scale, softcap, in
             num_warps=WARPS,
         )  # fmt: skip
     return output
-
-
-@triton.jit
-def held_vectors(row, visible, d, in_d, P: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
-    """Vectors (columns, DIMS), still rotated, of the rows that begin at these pointers."""
-    if BITS == 16:
-        vectors = tl.load(row[:, None] + d[None, :], mask=visible[:, None] & in_d[None, :], other=0.0)
-    else:
-        vectors = numbers(row, visible, d, in_d, P, BITS, GROUPS)
-    return vectors.to(tl.float32)
 
 
 @triton.jit

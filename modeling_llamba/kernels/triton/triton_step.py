@@ -3,8 +3,8 @@
 For a single token of each row without a gradient, `mix_one` does what lies between the layer's
 projections once the token is written into what is held: attention to window, sinks and salient tokens, the readout of
 the state, and the gate between the two. The equations are those of hybrid_attention.py, in float32; its PyTorch
-operations run wherever this does not. Keys and values in rows of 8 bits (rounding.py) become numbers in registers: the
-query is rotated before they are attended to, and the output after.
+operations run wherever this does not. Keys and values in rows of few bits (rounding.py) become numbers in registers:
+the query is rotated before they are attended to, and the output after.
 
 `write_one` writes the token and opens a block in the rows that begin one, also where only the device holds the lengths
 that decide it: rows of different lengths, and a cache whose length is a tensor, as a CUDA graph needs it. PyTorch's
@@ -14,20 +14,20 @@ Shapes: B batch, H' heads with a window, K key/value heads, R heads per key/valu
 and other dims, F' slow planes and other slow dims, E block, C columns of the window, S places.
 """
 
-import contextlib
 import functools
 
 import torch
 import triton
 import triton.language as tl
 
+from ...hybrid.rounding import Rounding
 from ..operators import as_operator
+from .triton_rounding import held_vectors, on_device_of, rotated
 
 TILE = 4096  # numbers of keys, values or state at a time, 16 of each thread
 WARPS = 8
 ROWS = 16
 """Columns that the state takes up together, and that move together."""
-CURRENT = contextlib.nullcontext()
 
 
 @functools.cache
@@ -37,11 +37,9 @@ def tile_of(dims: int, width: int) -> tuple[int, int]:
     return rows, min(max(triton.next_power_of_2(width), 16), TILE // rows)
 
 
-def on_device_of(t: torch.Tensor) -> contextlib.AbstractContextManager:
-    """A context in which Triton, which launches on the current device, launches on that of a tensor."""
-    if t.device.index == torch.cuda.current_device():
-        return CURRENT
-    return torch.cuda.device(t.device)
+def constants_of(dim: int, *bits: int) -> tuple[int, ...]:
+    """Size of a block of the matrix; bits, and numbers of groups, of keys and of values."""
+    return dim & -dim, *bits, *(Rounding(each, dim).groups for each in bits)
 
 
 @functools.partial(as_operator, changes=("keys", "values", "salience", "state", "seen"))
@@ -60,6 +58,8 @@ def write_one(
     planes: int,
     slow_planes: int,
     dim: int,
+    key_bits: int,
+    value_bits: int,
 ) -> None:
     """Write one token of each row into what is held, in place; first open a block in the rows in which it begins one.
 
@@ -67,6 +67,7 @@ def write_one(
         keys, values, salience, state, seen: `Held` of eviction.py, contiguous.
         new_keys, new_values, new_salience, index: `NewTokens` with one token of each row, -1 in `index` for none.
         block, places: of `BlockShape`. planes, slow_planes: of `SlowDims`. dim: P.
+        key_bits, value_bits: of the rows, 16 where nothing is rounded.
     """
     batch, kv_heads, columns, key_width = keys.shape
     value_width, slow = values.shape[3], state.shape[-1] - 1
@@ -76,8 +77,8 @@ def write_one(
         write_kernel[(batch * kv_heads,)](
             keys, values, salience, state, new_keys.contiguous(), new_values.contiguous(), index.contiguous(),
             kv_heads, dim, slow, key_width, value_width, triton.next_power_of_2(key_width),
-            triton.next_power_of_2(value_width), dim & -dim, planes, slow_planes, places, columns - places, block,
-            candidates, dims, max(slow_tile, 16), ROWS, num_warps=WARPS,
+            triton.next_power_of_2(value_width), *constants_of(dim, key_bits, value_bits), planes, slow_planes,
+            places, columns - places, block, candidates, dims, max(slow_tile, 16), ROWS, num_warps=WARPS,
         )  # fmt: skip
         note_kernel[(batch,)](
             salience, seen, new_salience.contiguous(), index.contiguous(), places, columns - places, block, candidates,
@@ -102,6 +103,8 @@ def mix_one(
     places: int,
     planes: int,
     slow_planes: int,
+    key_bits: int,
+    value_bits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The mixed outputs (B, 1, H', P) of one token, and the features (B, 1, 3 H' P) of the low-rank map.
 
@@ -110,6 +113,7 @@ def mix_one(
         query, sink_query: (B, H', 1, P); the second attends to sinks that have left the window, where it is given.
         mass: (H', 2 + F' + F). scale, softcap: of the scores, softcap 0 for none.
         block, sinks, places: of `BlockShape`. planes, slow_planes: of `SlowDims`.
+        key_bits, value_bits: of the rows, 16 where nothing is rounded.
     """
     batch, heads, _, P = query.shape
     (_, kv_heads, columns, key_width), slow = keys.shape, state.shape[-1] - 1
@@ -120,8 +124,8 @@ def mix_one(
     with on_device_of(query):
         mix_one_kernel[(batch * heads,)](
             *(t.contiguous() for t in inputs), output, features, scale, softcap, kv_heads, heads // kv_heads, P, slow,
-            key_width, values.shape[3], P & -P, planes, slow_planes, sinks, places, columns - places, block,
-            *tile_of(P, columns), tile_of(P, slow)[1],
+            key_width, values.shape[3], *constants_of(P, key_bits, value_bits), planes, slow_planes,
+            sinks, places, columns - places, block, *tile_of(P, columns), tile_of(P, slow)[1],
             num_warps=WARPS,
         )  # fmt: skip
     return output, features
@@ -131,32 +135,6 @@ def mix_one(
 def _(keys, values, salience, state, seen, query, *others):
     batch, heads, _, P = query.shape
     return query.new_empty(batch, 1, heads, P), query.new_empty(batch, 1, 3 * heads * P)
-
-
-@triton.jit
-def vectors(start, column, visible, d, in_d, WIDTH: tl.constexpr):
-    """Keys or values (columns, DIMS), of rows of bytes as they are stored; 0 where nothing is visible."""
-    row = start + column * WIDTH
-    in_tile = visible[:, None] & in_d[None, :]
-    if start.dtype.element_ty == tl.uint8:
-        scale = tl.load(row.to(tl.pointer_type(tl.float16)), mask=visible, other=0.0).to(tl.float32)
-        codes = tl.load(row[:, None] + 2 + d[None, :], mask=in_tile, other=0)
-        return codes.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
-    else:
-        return tl.load(row[:, None] + d[None, :], mask=in_tile, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def rotated(t, PART: tl.constexpr):
-    """Vectors (..., DIMS) times the matrix `hadamard` of rounding.py, of which PART is the size of a block."""
-    for bit in tl.static_range(16):
-        if 1 << bit < PART:  # sums and differences of all numbers whose places differ in this bit alone
-            pairs = tl.reshape(t, [t.numel // (2 << bit), 2, 1 << bit])
-            sign = 1.0 - 2.0 * tl.arange(0, 2)[None, :, None]
-            sums = tl.sum(pairs, axis=1, keep_dims=True)
-            differences = tl.sum(pairs * sign, axis=1, keep_dims=True)
-            t = tl.reshape(tl.where(sign > 0, sums, differences), t.shape)
-    return t / tl.sqrt(PART + 0.0)
 
 
 @triton.jit
@@ -253,6 +231,7 @@ def write_kernel(
     keys, values, salience, state, new_keys, new_values, index,
     K: tl.constexpr, P: tl.constexpr, N: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     KEY_PART: tl.constexpr, VALUE_PART: tl.constexpr, PART: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr,
     PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr, S: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
     CANDIDATES: tl.constexpr, DIMS: tl.constexpr, SLOW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -283,11 +262,11 @@ def write_kernel(
                 lost = there & ((column >= S) | (rank > float("-inf")))
                 if S > 0:
                     lost = lost & (sortable(rank, column) < least)
-                k = vectors(keys, column, lost, d, in_d, KEY_WIDTH)
-                v = vectors(values, column, lost, d, in_d, VALUE_WIDTH)
-                if keys.dtype.element_ty == tl.uint8:
+                k = held_vectors(keys + column * KEY_WIDTH, lost, d, in_d, P, KEY_BITS, KEY_GROUPS)
+                v = held_vectors(values + column * VALUE_WIDTH, lost, d, in_d, P, VALUE_BITS, VALUE_GROUPS)
+                if KEY_BITS < 16:
                     k = rotated(k, PART)
-                if values.dtype.element_ty == tl.uint8:
+                if VALUE_BITS < 16:
                     v = rotated(v, PART)
                 k = tl.gather(k, tl.broadcast_to(of_slow[None, :], [ROWS, SLOW]), axis=1)
                 k = tl.where(in_slow[None, :], k, 0.0)
@@ -343,6 +322,7 @@ def mix_one_kernel(
     keys, values, salience, state, seen, query, sink_query, mass, output, features, scale, softcap,
     K: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PART: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr,
     PLANES: tl.constexpr, SLOW_PLANES: tl.constexpr,
     SINKS: tl.constexpr, S: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
     DIMS: tl.constexpr, COLUMNS: tl.constexpr, SLOW: tl.constexpr,
@@ -360,7 +340,7 @@ def mix_one_kernel(
     q = tl.load(query + at * P + d, mask=in_d, other=0.0).to(tl.float32) * scale
     sink_q = tl.load(sink_query + at * P + d, mask=in_d, other=0.0).to(tl.float32) * scale
     near_q = q
-    if keys.dtype.element_ty == tl.uint8:
+    if KEY_BITS < 16:
         near_q, sink_q = rotated(q, PART), rotated(sink_q, PART)
 
     # softmax attention: the places that are held, and the window up to the token's own column
@@ -372,17 +352,17 @@ def mix_one_kernel(
         rank = tl.load(salience + column, mask=column < S, other=0.0)
         visible = (column <= last) & (rank > float("-inf"))
         is_sink = (column < SINKS) & (rank == float("inf"))
-        k = vectors(keys, column, visible, d, in_d, KEY_WIDTH)
+        k = held_vectors(keys + column * KEY_WIDTH, visible, d, in_d, P, KEY_BITS, KEY_GROUPS)
         score = tl.sum(k * tl.where(is_sink[:, None], sink_q[None, :], near_q[None, :]), axis=1)
         if softcap > 0:
             score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)  # tanh
         above = tl.maximum(highest, tl.max(tl.where(visible, score, -1e30)))
         share, shrink = tl.where(visible, tl.exp(score - above), 0.0), tl.exp(highest - above)
-        v = vectors(values, column, visible, d, in_d, VALUE_WIDTH)
+        v = held_vectors(values + column * VALUE_WIDTH, visible, d, in_d, P, VALUE_BITS, VALUE_GROUPS)
         near = near * shrink + tl.sum(share[:, None] * v, axis=0)
         highest, total = above, total * shrink + tl.sum(share)
     near /= total
-    if values.dtype.element_ty == tl.uint8:
+    if VALUE_BITS < 16:
         near = rotated(near, PART)
 
     # the readout of the state: [sum of v, sum of v k'] in each row, and [m, sum of k'] in the last

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...hybrid.inputs import Ranked
 from ...model.rotary import Rotary
-from .triton_step import on_device_of
+from .triton_rounding import on_device_of
 
 TILE = 2048
 """Numbers that a program reads at once."""
