@@ -138,7 +138,7 @@ def mix_one(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The mixed outputs (B, 1, H', P) of one token, and the features (B, 1, 3 H' P) of the low-rank map.
 
-    The arguments are those of the function of triton_step.py, and the bits of keys and of values.
+    The arguments are those of the function of triton_step.py.
     """
     batch, heads, _, P = query.shape
     _, kv_heads, columns, _ = keys.shape
