@@ -327,9 +327,7 @@ def summary(found: PerToken, places: Sequence[int]) -> dict[str, float]:
 
 def load(options: CompareOptions, name: str) -> PreTrainedModel:
     """One of the models that are compared."""
-    model = load_model(name, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
-    return_free_memory()  # of what was read
-    return model
+    return load_model(name, options.dtype, options.device, trust_remote_code=options.trust_remote_code)
 
 
 def short_name(name: str, among: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ MODELS = {  # kinds of layers, and what else differs
         ["hybrid"] * 2,
         dict(hybrid_full_heads=[[2, 3], []], head_dim=16, window_bits=8, full_attention_bits=[6, 4]),
     ),
-    "windows of 6 bits": (["hybrid"] * 2, dict(head_dim=16, window_bits=[6, 4])),
+    "windows of 6 and 4 bits": (["hybrid"] * 2, dict(head_dim=16, window_bits=[6, 4])),
     "of every kind": (["hybrid", "linear_attention", "full_attention"], dict(mixer_shared_state=True)),
     "far sinks": (
         ["hybrid"] * 2,
