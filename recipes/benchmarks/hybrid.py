@@ -53,8 +53,10 @@ def load_models(scratch: Path) -> dict[str, nn.Module]:
     unrounded = load_model(str(scratch), "float32").eval()
     config = scratch / "config.json"
     fields = json.loads(config.read_text())
-    config.write_text(json.dumps(fields | few_bits(fields["head_dim"]).config_fields()))
-    hybrid = load_model(str(scratch), "float32").eval()
+    few = few_bits(fields["head_dim"]).config_fields() | {"key_offsets": True}
+    config.write_text(json.dumps(fields | few))
+    # offsets of keys, which no conversion has fitted here, begin as zeros
+    hybrid = type(unrounded).from_pretrained(scratch, dtype=torch.float32).eval()
     return {"teacher": load_model(gguf).eval(), "hybrid": hybrid, "16 bits": unrounded}
 
 
