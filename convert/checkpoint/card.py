@@ -9,6 +9,7 @@ from ..hybrids.shapes import layer_letters, legend_of_letters
 from ..io.writer import human_bytes
 from ..layout.placement import window_in_words
 from ..plan import Plan, break_even_in_words
+from ..teachers.planes import can_be_scaled
 from .code import KERNELS, NEEDED
 from .tokenizer import Licence
 
@@ -72,6 +73,12 @@ ALIGNMENT_NOTES = {
     "orientation, hidden-state alignment, distillation; `alignment.json` says which, on how many tokens, and what "
     "each stage changed).",
 }
+
+KEPT_NOTE = "Every layer is the teacher's own."
+SCALED_NOTE = (
+    "Queries and keys are scaled against each other, so that rounding costs less; no score changes. LoRA adapters for "
+    "the teacher's `q_proj` or `k_proj` do not fit this model: merge them into the teacher and convert that."
+)
 
 WINDOW_NOTE = (
     "**A window and sinks.** The replaced layers are the teacher's own attention, restricted to the last tokens and "
@@ -159,7 +166,10 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
             hybrid = f"a state beside {hybrid}"
         legend = legend_of_letters(summary["layer_types"], hybrid)
     replaced_in_words = "every attention layer kept"
-    note = "Every layer is the teacher's own."
+    note = KEPT_NOTE
+    if plan.placement.bits.rounds and can_be_scaled(plan.config):
+        # PEFT would load such adapters without a word, as all names are the teacher's
+        note = f"{KEPT_NOTE} {SCALED_NOTE}"
     memory = ""
     if replaced:
         of_all = f"{len(replaced)} of its {len(replaced) + len(summary['attention_layers'])} attention layers"

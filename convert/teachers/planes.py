@@ -86,20 +86,25 @@ class PlaneScales:
         return energies
 
 
-def with_scaled_planes(sources: dict[str, Source], config) -> dict[str, Source]:
-    """Sources of a hybrid that keeps all its attention, with the planes of queries and keys scaled.
+def can_be_scaled(config) -> bool:
+    """True if the planes can be scaled exactly; weights of norms of 1 + weight do not hold the product."""
+    return not (config.qk_norm and config.norm_unit_offset)
 
-    Norms of 1 + weight keep their weights, which do not hold the product exactly.
+
+def with_scaled_planes(sources: dict[str, Source], config) -> dict[str, Source]:
+    """Sources of a hybrid that keeps all its attention, with the planes of queries and keys scaled where they can be.
 
     Args:
         config: of that hybrid.
     """
     scaled = dict(sources)
+    if not can_be_scaled(config):
+        return scaled
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
         attention = f"{prefix}self_attn."
         own = {name: sources[attention + name] for name in NAMES if attention + name in sources}
-        if "q_proj.weight" not in own or (config.qk_norm and config.norm_unit_offset):
+        if "q_proj.weight" not in own:
             continue
         scales = PlaneScales(
             sources=own,

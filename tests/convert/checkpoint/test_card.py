@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from convert import convert
+from convert.checkpoint.card import KEPT_NOTE, SCALED_NOTE
 from convert.checkpoint.code import KERNELS
 from convert.checkpoint.pictures import CACHE, LAYERS, cache_picture, head_kinds, kl_picture, save_pictures
 from convert.layout.cache import cache_bytes
@@ -56,6 +57,16 @@ def test_a_card_shows_the_pictures_that_lie_beside_it(two_layer_teacher, tmp_pat
     assert all(
         word in (ROOT / "README.md").read_text() for word in ("C compiler", "hybrid_kernels", "HYBRID_COMPILE_C=0")
     )
+
+
+@pytest.mark.parametrize(
+    "teacher, bits, said", [("llama-gqa", 8, True), ("llama-gqa", 16, False), ("gemma3", 8, False)]
+)
+def test_a_card_says_that_adapters_of_the_teacher_do_not_fit(two_layer_teacher, tmp_path, teacher, bits, said):
+    convert(str(two_layer_teacher(teacher)), tmp_path / "out", attention_layers="all", bits=bits, align="none")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert KEPT_NOTE in card
+    assert (SCALED_NOTE in card) == said
 
 
 def test_the_cache_is_the_plans():
