@@ -57,6 +57,7 @@ def load_models(scratch: Path) -> dict[str, nn.Module]:
     config.write_text(json.dumps(fields | few))
     # offsets of keys, which no conversion has fitted here, begin as zeros
     hybrid = type(unrounded).from_pretrained(scratch, dtype=torch.float32).eval()
+    hybrid.save_pretrained(scratch)  # for the processes that measure memory
     return {"teacher": load_model(gguf).eval(), "hybrid": hybrid, "16 bits": unrounded}
 
 
