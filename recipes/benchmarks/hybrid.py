@@ -6,7 +6,6 @@ mean counts, since every sixteenth opens a block. Keys and values of long contex
 not depend on them.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -51,12 +50,9 @@ def load_models(scratch: Path) -> dict[str, nn.Module]:
     gguf = str(embedded_teacher())
     convert(gguf, scratch, align="none", overwrite=True, **DEFAULT)
     unrounded = load_model(str(scratch), "float32").eval()
-    config = scratch / "config.json"
-    fields = json.loads(config.read_text())
-    few = few_bits(fields["head_dim"]).config_fields() | {"key_offsets": True}
-    config.write_text(json.dumps(fields | few))
+    few = few_bits(unrounded.config.head_dim).config_fields() | {"key_offsets": True}
     # offsets of keys, which no conversion has fitted here, begin as zeros
-    hybrid = type(unrounded).from_pretrained(scratch, dtype=torch.float32).eval()
+    hybrid = type(unrounded).from_pretrained(scratch, dtype=torch.float32, **few).eval()
     hybrid.save_pretrained(scratch)  # for the processes that measure memory
     return {"teacher": load_model(gguf).eval(), "hybrid": hybrid, "16 bits": unrounded}
 
