@@ -312,8 +312,9 @@ def describe(plan: Plan) -> str:
         )
     if s["mixer"] or s["state"]:
         lines.append(f"states      {human_bytes(s['state_bytes'])} included in each cache above")
-    if s["mixer_layers"]:
+    if s["mixer_layers"] or plan.placement.bits.rounds:
         lines.append(f"bits        {plan.placement.bits}")
+    if s["mixer_layers"]:
         lines.append(f"memory      {break_even_in_words(s['break_even'])}")
     if heads and UNDECIDED["heads"] in plan.notes:
         number = sum(map(len, s["attention_heads"].values()))

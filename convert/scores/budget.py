@@ -63,12 +63,13 @@ def follow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolved:
 
 
 def _hybrid_within(budget: "Budget") -> Hybrid | None:
-    """Return a hybrid layer with the widest window that the budget allows; None if it allows all attention.
+    """Return a hybrid layer with the widest window that the budget allows, in the first bits that do not allow all
+    attention; None if all bits do.
 
     The width depends on how many heads are kept, and hardly on which: any are taken.
     """
     free = [pair for pair in budget.every_head if pair not in budget.given_heads]
-    return budget.placements(free)[0].hybrid
+    return next((placement.hybrid for placement in budget.placements(free) if placement.hybrid), None)
 
 
 def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
@@ -265,9 +266,14 @@ class Budget:
         """
         resolved = self.resolved
         ranked = [pair for pair in ranked if pair[0] not in resolved.bounded]
-        # enough for all that the teacher keeps, so nothing is replaced
-        if resolved.window is None and resolved.num_heads is None and self.nbytes >= self.teacher_nbytes:
-            return everywhere(Attention(), self.shape[0])
+        if resolved.window is None and resolved.num_heads is None:
+            # enough for all that the teacher keeps, so nothing is replaced, and rounded only if the user says so
+            if self.nbytes >= self.teacher_nbytes and "bits" in resolved.reasons:
+                return everywhere(Attention(), self.shape[0])
+            # in short contexts this may take fewer bytes than any window beside a state
+            most = self._placed(ranked, self.narrowest_window)
+            if most.hybrid is None and self._bytes_of(most) <= self.nbytes:
+                return most
         count = resolved.num_heads
         if count is None:
             count = self._most_heads(ranked, resolved.window or self.narrowest_window, self._heads_budget())
@@ -344,8 +350,6 @@ class Budget:
         return self._bytes_of(self._placed(kept, window))
 
     def _bytes_of(self, placement: Placement) -> int:
-        if not placement.replaced_layers:
-            return self.teacher_nbytes
         config = hybrid_config(self.weights, placement, self.resolved.mixer)
         return cache_bytes(config, self.resolved.context)[1]
 
