@@ -60,6 +60,9 @@ def compose(lender: nn.Module, attention: nn.Module, before: nn.Module | None, m
     config.layer_types = [ours if i in mixers else theirs for i, (ours, theirs) in enumerate(kinds)]
     if config.hybrid_full_heads is not None:
         config.hybrid_full_heads = [heads if i in mixers else [] for i, heads in enumerate(config.hybrid_full_heads)]
+    if config.layer_types != lender.config.layer_types:
+        # layers to come have the teacher's queries and keys, which were not made to be rounded
+        config.full_attention_bits = config.window_bits = 16
     model = model_class(config.model_type)(config)
     sources = [attention.state_dict(), lender.state_dict(), {} if before is None else before.state_dict()]
     # what lies outside the mixers is the teacher's, unless the lender has been trained

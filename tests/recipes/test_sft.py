@@ -307,6 +307,25 @@ def test_composing_puts_every_weight_where_it_belongs(world, tmp_path):
     torch.testing.assert_close(none(ids).logits, teacher(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_layers_to_come_are_not_rounded(world, tmp_path):
+    """Their queries and keys are the teacher's, which has no offsets; the last step rounds as the hybrid does."""
+    from convert import convert
+
+    teacher = str(world["teacher"])
+    few = dict(bits=8, window=8, sinks=2, attention_layers=[0], attention_heads="1:0,1:1", text="sampled", tokens=640)
+    convert(teacher, tmp_path / "hybrid", alignment={"sequence_length": 64}, **few)
+    convert(teacher, tmp_path / "attention", attention_layers="all", align="none")
+    lender, attention = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("hybrid", "attention"))
+    assert any(name.endswith("key_offset") for name in lender.state_dict())
+    replaced = [i for i, kind in enumerate(lender.config.layer_types) if kind == "hybrid"]
+    ids = torch.randint(3, 128, (1, 12))
+    none = progressive_sft.compose(lender, attention, None, set())
+    torch.testing.assert_close(none(ids).logits, attention(ids).logits, rtol=1e-4, atol=1e-4)
+    one = progressive_sft.compose(lender, attention, None, set(replaced[:1]))
+    whole = progressive_sft.compose(lender, attention, one, set(replaced))
+    torch.testing.assert_close(whole(ids).logits, lender(ids).logits)
+
+
 def test_order_of_the_layers():
     """Mamba in the Llama's own list for 32 layers ends so."""
     order = [layer for (layer,) in progressive_sft.in_steps(list(range(32)), None)]
