@@ -109,7 +109,7 @@ class PlacementOptions:
     bits: CacheBit | None = None
     """Bits per number in the cache: 16 (the type that the model is loaded in), 8, 6, 4 or 2. Default: if --cache sets
     the windows, 8 in windows (6 where they are narrow), and 6 for keys and 4 for values of heads with full attention
-    (or 4 or 8 for both, where that fits the teacher better); otherwise 16."""
+    (or other numbers, where these fit the teacher better); otherwise 16."""
     attention_heads: str | int | float | dict[int, list[int]] | None = None
     """Heads that keep full attention in layers whose other heads have a window: query heads as layer:head (16:3,18:0),
     a JSON file of them, or a number of key/value heads (8, or a share such as 0.02), of which the best at recalling
@@ -422,8 +422,9 @@ class ConversionOptions:
         else:
             stages = ("matrix_orientation", "hidden_state_alignment", "distillation")
             unread = {f"alignment.{name}": "--align mohawk" for name in stages if name in of_alignment}
-        if "context" in of_placement and self.cache is None:
-            unread["placement.context"] = "a cache budget"
+        measures_offsets = self.placement.bits not in (None, 16) and self.alignment.method != "none"
+        if "context" in of_placement and self.cache is None and not (self.has_windows or measures_offsets):
+            unread["placement.context"] = "a cache budget, a window, or fewer bits"
         if not self.has_windows:
             names = [name for name in ("sinks", "salient", "block", "rank") if name in of_placement]
             unread |= {f"placement.{name}": "a window" for name in names}

@@ -412,6 +412,8 @@ def test_version():
 @pytest.mark.parametrize(
     "options, message",
     [
+        (dict(attention_layers=0.5, context=99), "placement.context has no effect without a cache budget, a window"),
+        (dict(attention_layers="all", bits=8, align="none", context=99), "placement.context has no effect"),
         (dict(attention_layers=0.5, salient=8), "placement.salient has no effect without a window"),
         (dict(decays=(0.5,)), "alignment.fit.decays has no effect without a mixer"),
         (dict(align="none", block=8), "placement.block has no effect without a window"),
