@@ -23,6 +23,7 @@ from ..io.reader import open_weights, read_json
 from ..io.rules import Fill, Part, Parts
 from ..io.writer import Progress, output_dtype
 from ..layout.cache import num_states
+from ..layout.placement import Placement
 from ..options import ExportOptions, ExportTarget
 from ..teachers import get_family
 from ..teachers.base import COMMON_FIELDS
@@ -359,6 +360,9 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     table = export_table(source, config, options.to)
     offsets = (name for name in checkpoint.tensors if name.endswith("key_offset"))
     dropped = dict.fromkeys(offsets, "softmax is the same without it")
+    same = "the same logits"
+    if Placement.of(source).bits.rounds:
+        same = "the same logits but for the rounding of its cache"
     return TransferPlan(
         source=Teacher(options.model, folder, source, get_family("llama"), commit),
         from_format=f"{kind} with {source.mixer}",
@@ -368,9 +372,9 @@ def plan_export(options: ExportOptions) -> TransferPlan:
         dtype=output_dtype(options.output.dtype, checkpoint.tensors),
         checkpoint=checkpoint,
         description=f"{name} as transformers' own {architecture}, exported by convert-to-hybrid: it "
-        "loads without `trust_remote_code` and gives the same logits.",
+        f"loads without `trust_remote_code` and gives {same}.",
         notes=engine_notes(source, config),
-        dropped={},
+        dropped=dropped,
     )
 
 
