@@ -9,7 +9,6 @@ from ..hybrids.shapes import layer_letters, legend_of_letters
 from ..io.writer import human_bytes
 from ..layout.placement import window_in_words
 from ..plan import Plan, break_even_in_words
-from ..teachers.planes import can_be_scaled
 from .code import KERNELS, NEEDED
 from .tokenizer import Licence
 
@@ -167,7 +166,7 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         legend = legend_of_letters(summary["layer_types"], hybrid)
     replaced_in_words = "every attention layer kept"
     note = KEPT_NOTE
-    if plan.placement.bits.rounds and can_be_scaled(plan.config):
+    if plan.placement.bits.rounds and plan.config.qk_norm is None:  # of norms the weights are scaled alone
         # PEFT would load such adapters without a word, as all names are the teacher's
         note = f"{KEPT_NOTE} {SCALED_NOTE}"
     memory = ""

@@ -7,8 +7,9 @@ it, so that their keys are rounded least.
 
 Of a vector that is the same before rotation, planes that turn slowly keep much over a context, and the mean over the
 context's positions is taken. Planes that turn farther have no offset, which would be wrong at both ends of a context.
-Nor have heads with a window: the fitted log mass of their states depends on distances, as an offset does not, and
-in 8 bits keys lose next to nothing. Windows in 6 bits were not measured with offsets.
+Nor have the windows of hybrid layers: the fitted log mass of their states depends on distances, as an offset does not,
+and in 8 bits keys lose next to nothing. In 6 bits they were not measured with offsets. A teacher's own windows have
+one.
 
 Shapes: B batch, L length, D model width, K key/value heads, R heads per key/value head, P head dim, Q queries.
 """
@@ -67,7 +68,6 @@ def score_weights(
     Args:
         query, key, value: (B, heads, L, P), rotated.
     """
-    query, key, value = (t.float() if t.dtype.itemsize < 4 else t for t in (query, key, value))
     length = key.shape[2]
     # earlier queries have few keys to attend to
     rows = torch.linspace(length // 4, length - 1, QUERIES, device=key.device).long()

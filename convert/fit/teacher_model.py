@@ -147,7 +147,8 @@ class TeacherModel:
             cos, sin = embedding(torch.zeros(1, device=self.device), positions)
             if kind == "none":
                 cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-            self._mean_rotary[kind] = (*(t.mean(1, keepdim=True) for t in (cos, sin)), torch.hypot(cos, sin)[:, :1])
+            at_one = torch.hypot(cos[:, :1], sin[:, :1])
+            self._mean_rotary[kind] = cos.mean(1, keepdim=True), sin.mean(1, keepdim=True), at_one
         return self._mean_rotary[kind]
 
     def _rotary(self, length: int) -> dict[str, Rotary]:
@@ -214,13 +215,8 @@ def attention_rows(
     Args:
         u: (B, L, D). first: the row to begin with.
     """
-    shape = (*u.shape[:-1], -1, attention.head_dim)
-    query = attention.q_proj(u).view(shape)
-    key = attention.k_proj(u).view(shape)
-    if attention.q_norm is not None:
-        query = attention.q_norm(query)
-        key = attention.k_norm(key)
-    query, key = rotate_queries(query.transpose(1, 2), rotary), rotate_keys(key.transpose(1, 2), rotary)
+    query, key, _ = attention.project_heads(u)
+    query, key = rotate_queries(query, rotary), rotate_keys(key, rotary)
     key = key.repeat_interleave(attention.num_key_value_groups, dim=1)
     position = torch.arange(u.shape[1], device=u.device)
     for start in range(first, u.shape[1], tile):

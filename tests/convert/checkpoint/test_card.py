@@ -60,7 +60,8 @@ def test_a_card_shows_the_pictures_that_lie_beside_it(two_layer_teacher, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "teacher, bits, said", [("llama-gqa", 8, True), ("llama-gqa", 16, False), ("gemma3", 8, False)]
+    "teacher, bits, said",
+    [("llama-gqa", 8, True), ("llama-gqa", 16, False), ("gemma3", 8, False), ("qwen3", 8, False)],
 )
 def test_a_card_says_that_adapters_of_the_teacher_do_not_fit(two_layer_teacher, tmp_path, teacher, bits, said):
     convert(str(two_layer_teacher(teacher)), tmp_path / "out", attention_layers="all", bits=bits, align="none")

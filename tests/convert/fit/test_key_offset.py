@@ -53,6 +53,24 @@ def test_softmax_does_not_notice_an_offset(types):
     torch.testing.assert_close(torch.cat(steps, dim=1), expected)
 
 
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@torch.no_grad()
+def test_attention_that_stays_loses_less(kind):
+    """Of keys with much in common."""
+    fields = dict(layer_types=[kind] * 2, attention_bias=True, key_offsets=True)
+    rounded = make_hybrid(pattern="attention", full_attention_bits=8, window_bits=8, **fields)
+    for layer in rounded.model.layers:
+        layer.self_attn.k_proj.bias.view(-1, 8)[:, [3, 7]] += 50.0
+    exact = make_hybrid(pattern="attention", **fields)
+    exact.load_state_dict(rounded.state_dict(), strict=False)
+    ids, lost = random_ids(2, 40), []
+    for offset in (0.0, 50.0):
+        for layer in rounded.model.layers:
+            layer.self_attn.key_offset.zero_()[:, [3, 7]] = offset
+        lost.append((rounded(ids).logits - exact(ids).logits).norm())
+    assert lost[1] < lost[0] / 5
+
+
 @torch.no_grad()
 def test_an_offset_is_a_mean_of_keys_over_a_contexts_positions(saved_teacher):
     layer, data = layer_and_data(saved_teacher("qwen2"), heads=KEPT, bits=FEW_BITS)
