@@ -160,7 +160,7 @@ def _plan(opened: Opened, aligner: Aligner | None, on_plan: Callable[[Plan], Non
     budget = Budget(opened.weights, opened.resolved)
     plan, decision = first_plan(budget)
     on_plan(plan)
-    if aligner is not None and (plan.placement.replaced_layers or decision.needs_scores):
+    if aligner is not None and plan.placement.replaced_layers:
         aligner.read_text()  # before scores are computed, which may take minutes
     if decision.needs_scores:
         plan = _planned_again(plan, decide_placement(budget, aligner))

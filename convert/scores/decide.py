@@ -42,7 +42,8 @@ def decide_placement(budget: Budget, aligner: "Aligner | None" = None) -> Decisi
     if resolved.choice != "budget" and resolved.num_heads is not None and decision.placement.replaced_layers:
         decision = _with_heads(decision, budget, aligner)
     placement = with_mean_rank(decision.placement, budget.weights.config, resolved)
-    return Decision(placement, decision.undecided if aligner is None else ())
+    is_open = aligner is None and placement.replaced_layers
+    return Decision(placement, decision.undecided if is_open else ())
 
 
 def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
@@ -55,9 +56,7 @@ def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
     ranked = [pair for pair in ranked if pair not in budget.given_heads]
     placements = _worth_comparing(budget.placements(ranked), budget)
     placement = placements[0]
-    if all(one.hybrid is None for one in placements):
-        return Decision(placement)
-    if not budget.resolved.has_state:
+    if not budget.resolved.has_state or placement.hybrid is None:
         return Decision(placement, undecided)
     if budget.resolved.window is None:
         undecided = (*undecided, "windows")
@@ -75,12 +74,14 @@ def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
 def _worth_comparing(placements: list[Placement], budget: Budget) -> list[Placement]:
     """Return the placements of which any may be the best.
 
-    More bits than usual are left out unless layers keep all of their attention, where rounding is the only error. Of
-    placements in which all layers do, that in most bits is best.
+    That is the one in most bits if every layer can keep all of its attention in these. In fewer bits that is left out:
+    windows in some layers cost less than rounding in all (docs/results/bits.md). More bits than usual are left out
+    unless layers keep all of their attention, where rounding is the only error.
     """
-    all_kept = [placement for placement in placements if placement.hybrid is None]
-    best = max(all_kept, key=lambda placement: placement.bits.full, default=None)
-    usual, *others = (placement for placement in placements if placement.hybrid is not None or placement is best)
+    most = max(placements, key=lambda placement: placement.bits.full)
+    if most.hybrid is None:
+        return [most]
+    usual, *others = (placement for placement in placements if placement.hybrid is not None)
     compared = [usual]
     for placement in others:
         whole_layers = set(placement.attention_layers).difference(budget.resolved.bounded)
