@@ -424,7 +424,7 @@ class ConversionOptions:
             unread = {f"alignment.{name}": "--align mohawk" for name in stages if name in of_alignment}
         measures_offsets = self.placement.bits not in (None, 16) and self.alignment.method != "none"
         if "context" in of_placement and self.cache is None and not (self.has_windows or measures_offsets):
-            unread["placement.context"] = "a cache budget, a window, or fewer bits"
+            unread["placement.context"] = "a cache budget, a window, or --bits below 16 with an alignment"
         if not self.has_windows:
             names = [name for name in ("sinks", "salient", "block", "rank") if name in of_placement]
             unread |= {f"placement.{name}": "a window" for name in names}

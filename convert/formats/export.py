@@ -362,7 +362,7 @@ def plan_export(options: ExportOptions) -> TransferPlan:
     dropped = dict.fromkeys(offsets, "softmax is the same without it")
     same = "the same logits"
     if Placement.of(source).bits.rounds:
-        same = "the same logits but for the rounding of its cache"
+        same = "the hybrid's logits but for the rounding of the hybrid's cache"
     return TransferPlan(
         source=Teacher(options.model, folder, source, get_family("llama"), commit),
         from_format=f"{kind} with {source.mixer}",

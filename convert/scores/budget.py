@@ -15,7 +15,7 @@ from functools import cached_property
 from ..io.writer import human_bytes
 from ..layout.cache import CACHE_DTYPE, cache_bytes, pair_bytes, state_bytes, teacher_bytes, windowed_heads
 from ..layout.config import hybrid_config
-from ..layout.placement import Attention, Hybrid, Layer, Mixer, Placement, everywhere
+from ..layout.placement import Attention, CacheBits, Hybrid, Layer, Mixer, Placement, everywhere
 from ..layout.presets import query_heads
 from ..options import evicted_tokens
 from ..resolve import WINDOW_BITS, Resolved
@@ -63,13 +63,12 @@ def follow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolved:
 
 
 def _hybrid_within(budget: "Budget") -> Hybrid | None:
-    """Return a hybrid layer with the widest window that the budget allows, in the first bits that do not allow all
-    attention; None if all bits do.
+    """Return a hybrid layer with the widest window that the budget allows; None if it allows all attention.
 
     The width depends on how many heads are kept, and hardly on which: any are taken.
     """
     free = [pair for pair in budget.every_head if pair not in budget.given_heads]
-    return next((placement.hybrid for placement in budget.placements(free) if placement.hybrid), None)
+    return budget.placements(free)[0].hybrid
 
 
 def lengthen_sequences(weights: TeacherWeights, resolved: Resolved) -> Resolved:
@@ -266,14 +265,10 @@ class Budget:
         """
         resolved = self.resolved
         ranked = [pair for pair in ranked if pair[0] not in resolved.bounded]
-        if resolved.window is None and resolved.num_heads is None:
-            # enough for all that the teacher keeps, so nothing is replaced, and rounded only if the user says so
-            if self.nbytes >= self.teacher_nbytes and "bits" in resolved.reasons:
-                return everywhere(Attention(), self.shape[0])
-            # in short contexts this may take fewer bytes than any window beside a state
-            most = self._placed(ranked, self.narrowest_window)
-            if most.hybrid is None and self._bytes_of(most) <= self.nbytes:
-                return most
+        # enough for all that the teacher keeps, so nothing is replaced, and rounded only if the user says so
+        if resolved.window is None and resolved.num_heads is None and self.nbytes >= self.teacher_nbytes:
+            bits = resolved.bits if "bits" in resolved.said.get("placement", {}) else CacheBits()
+            return everywhere(Attention(), self.shape[0], bits)
         count = resolved.num_heads
         if count is None:
             count = self._most_heads(ranked, resolved.window or self.narrowest_window, self._heads_budget())
@@ -350,6 +345,8 @@ class Budget:
         return self._bytes_of(self._placed(kept, window))
 
     def _bytes_of(self, placement: Placement) -> int:
+        if not placement.replaced_layers:
+            return self.teacher_nbytes
         config = hybrid_config(self.weights, placement, self.resolved.mixer)
         return cache_bytes(config, self.resolved.context)[1]
 

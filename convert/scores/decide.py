@@ -74,14 +74,13 @@ def _by_budget(budget: Budget, aligner: "Aligner | None") -> Decision:
 def _worth_comparing(placements: list[Placement], budget: Budget) -> list[Placement]:
     """Return the placements of which any may be the best.
 
-    That is the one in most bits if every layer can keep all of its attention in these. In fewer bits that is left out:
-    windows in some layers cost less than rounding in all (docs/results/bits.md). More bits than usual are left out
-    unless layers keep all of their attention, where rounding is the only error.
+    That is the one in most bits if every layer can keep all of its attention. Otherwise more bits than usual are left
+    out unless layers keep all of theirs, where rounding is the only error.
     """
-    most = max(placements, key=lambda placement: placement.bits.full)
-    if most.hybrid is None:
-        return [most]
-    usual, *others = (placement for placement in placements if placement.hybrid is not None)
+
+    if all_kept := [placement for placement in placements if placement.hybrid is None]:
+        return [max(all_kept, key=lambda placement: placement.bits.full)]
+    usual, *others = placements
     compared = [usual]
     for placement in others:
         whole_layers = set(placement.attention_layers).difference(budget.resolved.bounded)

@@ -322,6 +322,7 @@ def test_layers_to_come_are_not_rounded(world, tmp_path):
     none = progressive_sft.compose(lender, attention, None, set())
     torch.testing.assert_close(none(ids).logits, attention(ids).logits, rtol=1e-4, atol=1e-4)
     one = progressive_sft.compose(lender, attention, None, set(replaced[:1]))
+    assert 0 < (one(ids).logits - attention(ids).logits).norm() < (lender(ids).logits - attention(ids).logits).norm()
     whole = progressive_sft.compose(lender, attention, one, set(replaced))
     torch.testing.assert_close(whole(ids).logits, lender(ids).logits)
 

@@ -164,7 +164,9 @@ def test_an_export_leaves_offsets_out(saved_teacher, tmp_path):
     convert(str(saved_teacher("llama-gqa")), tmp_path / "hybrid", bits=8, attention_layers="all", **options)
     hybrid, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid"), random_ids(1, 30)
     assert any(name.endswith("key_offset") for name, _ in hybrid.named_parameters())
-    export_checkpoint(exporting(tmp_path / "hybrid", tmp_path / "native", to="bamba"))
+    plan = export_checkpoint(exporting(tmp_path / "hybrid", tmp_path / "native", to="bamba"))
+    assert set(plan.dropped) == {name for name, _ in hybrid.named_parameters() if name.endswith("key_offset")}
+    assert "but for the rounding" in (tmp_path / "native" / "README.md").read_text()
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
     assert (native(ids).logits - hybrid(ids).logits).norm() < 0.05 * hybrid(ids).logits.norm()
 
