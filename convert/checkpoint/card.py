@@ -166,7 +166,8 @@ def make_card(plan: Plan, name: str, licence: Licence) -> ModelCard:
         legend = legend_of_letters(summary["layer_types"], hybrid)
     replaced_in_words = "every attention layer kept"
     note = KEPT_NOTE
-    if plan.placement.bits.rounds and plan.config.qk_norm is None:  # of norms the weights are scaled alone
+    # where queries and keys have norms, the norms' weights are scaled and adapters fit
+    if plan.placement.bits.rounds and plan.config.qk_norm is None:
         # PEFT would load such adapters without a word, as all names are the teacher's
         note = f"{KEPT_NOTE} {SCALED_NOTE}"
     memory = ""
