@@ -422,8 +422,11 @@ def test_version():
     ],
 )
 def test_what_nothing_reads_is_refused(options, message):
-    """Unlike what says which windows of the teacher stay, or over which positions offsets of keys are averaged."""
-    for read in (dict(window=64), dict(attention_layers="all", bits=8)):
-        assert make_options("m", "o", context=8192, **read).placement.context == 8192
     with pytest.raises(ValueError, match=message):
         make_options("m", "o", **options)
+
+
+@pytest.mark.parametrize("read", [dict(window=64), dict(attention_layers="all", bits=8)])
+def test_a_context_is_read_without_a_budget(read):
+    """It says which windows of the teacher stay, and over which positions offsets of keys are averaged."""
+    assert make_options("m", "o", context=8192, **read).placement.context == 8192

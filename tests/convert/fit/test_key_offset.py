@@ -56,7 +56,7 @@ def test_softmax_does_not_notice_an_offset(types):
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
 @torch.no_grad()
 def test_attention_that_stays_loses_less(kind):
-    """Of keys with much in common."""
+    """Its keys have much in common."""
     fields = dict(layer_types=[kind] * 2, attention_bias=True, key_offsets=True)
     rounded = make_hybrid(pattern="attention", full_attention_bits=8, window_bits=8, **fields)
     for layer in rounded.model.layers:

@@ -424,7 +424,7 @@ def test_all_bits_keep_within_the_budget(context, cache, saved_teacher):
 
 @pytest.mark.parametrize("teacher", ["llama-gqa", "phi3-partial-rotary-window"])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_what_is_not_replaced_is_rounded_if_the_user_says_so(teacher, bits, saved_teacher, tmp_path):
+def test_what_is_not_replaced_is_rounded_if_the_user_says_so(teacher, bits, saved_teacher):
     """A budget of all bytes, and a teacher whose layers all have windows."""
     said = {} if bits is None else {"bits": bits}
     if teacher == "llama-gqa":
@@ -468,7 +468,7 @@ def test_the_error_of_rounding_is_that_of_the_layer(saved_teacher):
 
 
 def test_errors_are_measured_with_offsets(tmp_path):
-    """Of layers that keep all of their attention, and of kept heads, whose keys have much in common here."""
+    """Layers that keep all of their attention, and kept heads: all keys have much in common here."""
     teacher = make_teacher("qwen2")
     with torch.no_grad():
         for layer in teacher.model.layers:
