@@ -28,8 +28,8 @@ HEADS_SHARE = 0.7
 WIDE = 1 / 3
 """Share of a calibration sequence from which on windows are wide, so that sequences are lengthened: at windows of 288
 tokens longer sequences gained nothing, at 368 most (docs/results/calibration.md)."""
-NARROW = 1 / 8
-"""Share of a calibration sequence up to which windows are narrow: at 4 % of the cache they are, at 6 % not."""
+NARROW = 128
+"""Tokens of a narrow window: at 4 % of the cache windows are narrow, at 6 % not."""
 NARROW_BITS = 6, 6
 """Bits of keys and of values in narrow windows: at 4 % of SmolLM2's cache wider windows are worth more than exact ones
 (docs/results/bits.md)."""
@@ -96,7 +96,8 @@ def round_narrow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolve
 
     The teacher's own windows would have them, too, however wide these are: beside any, nothing is changed.
     """
-    if not resolved.other_bits or resolved.bounded or not _leaves_narrow_windows(weights, resolved):
+    follows = "bits" in resolved.reasons and resolved.other_bits and not resolved.bounded
+    if not follows or not _leaves_narrow_windows(weights, resolved):
         return resolved
     bits, *others = (dataclasses.replace(bits, window=NARROW_BITS) for bits in (resolved.bits, *resolved.other_bits))
     reason = f"{resolved.reasons['bits']}; windows have fewer, since in {WINDOW_BITS} bits they would be narrow"
@@ -105,11 +106,13 @@ def round_narrow_windows(weights: TeacherWeights, resolved: Resolved) -> Resolve
 
 
 def _leaves_narrow_windows(weights: TeacherWeights, resolved: Resolved) -> bool:
+    budget = Budget(weights, resolved)
     try:
-        hybrid = _hybrid_within(Budget(weights, resolved))
+        hybrid = _hybrid_within(budget)
     except ValueError:  # not even the narrowest fit
         return True
-    return hybrid is not None and hybrid.window <= NARROW * resolved.sequence_length
+    # a short calibration sequence bounds windows, too, and more bytes would not widen them
+    return hybrid is not None and hybrid.window <= NARROW and hybrid.window < budget.longest_window
 
 
 def keep_more_salient(weights: TeacherWeights, resolved: Resolved) -> Resolved:

@@ -596,12 +596,15 @@ def test_narrow_windows_have_fewer_bits(saved_teacher):
         return Budget(weights, before), Budget(weights, follow_windows(weights, before))
 
     before, after = followed()
-    assert before.placement([]).hybrid.window <= NARROW * before.resolved.sequence_length
+    assert before.placement([]).hybrid.window <= NARROW
     assert after.placement([]).hybrid.window > before.placement([]).hybrid.window
     assert {bits.window for bits in (after.resolved.bits, *after.resolved.other_bits)} == {NARROW_BITS}
     assert after.resolved.bits.full == before.resolved.bits.full
     assert "fewer" in after.resolved.decided()["bits"]["reason"]
-    for said in ({"cache": 0.08}, {"bits": 8}, {"window": 64, "cache": 0.08}, {"mixer": "none"}, {"name": "gemma3"}):
+    # nor where longer calibration sequences make a window a smaller share of one, or short ones bound it
+    long, short = ({"alignment": {"sequence_length": length, "tokens": 2**18}} for length in (8192, 160))
+    unchanged = ({"cache": 0.08}, {"bits": 8}, {"window": 64, "cache": 0.08}, {"mixer": "none"}, {"name": "gemma3"})
+    for said in (*unchanged, {"cache": 0.08} | long, {"cache": 0.08} | short):
         before, after = followed(**said)
         assert after.resolved.bits == before.resolved.bits
 
@@ -669,6 +672,7 @@ def test_a_dry_run_says_what_fits_and_reads_no_weight(saved_teacher, monkeypatch
         (dict(cache=0.0001), "too little"),
         (dict(cache="1KB"), "too little"),
         (dict(window=5000, mixer="none"), "too little"),
+        (dict(attention_layers="all", cache=0.2), "too little"),
         (dict(window=5000), "cover whole calibration sequences"),
         (dict(attention_heads="9:0"), "layers are 0 to 3"),
     ],

@@ -60,6 +60,37 @@ def test_any_scales_make_the_same_hybrid(replacement, saved_teacher, tmp_path, m
     torch.testing.assert_close(logits(scaled, ids), logits(plain, ids))
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "glm4", "olmo2", "phi"])
+def test_sizes_of_planes_are_those_of_queries_and_keys(name, saved_teacher, tmp_path, monkeypatch):
+    """Measured on inputs that are independent: with biases, norms of heads, of all heads and of 1 + weight, and with
+    dimensions that are not turned."""
+    layers, exponents = [], PlaneScales._exponents
+
+    def recorded(self, checkpoint):
+        layers.append((self.rotated, [self._energies(checkpoint, which) for which in "qk"]))
+        return exponents(self, checkpoint)
+
+    monkeypatch.setattr(PlaneScales, "_exponents", recorded)
+    convert(str(saved_teacher(name, 1)), tmp_path / "out", align="none", bits=8, attention_layers="all")
+    ((rotated, found),) = layers
+    teacher = make_teacher(name, layers=1)
+    block = teacher.model.layers[0]
+    inputs = torch.randn(20_000, teacher.config.hidden_size)
+    if name != "olmo2":  # it has norms behind a block alone
+        inputs = block.input_layernorm(inputs)
+    for which, energies in zip("qk", found, strict=True):
+        heads, dim = energies.shape
+        vectors = getattr(block.self_attn, f"{which}_proj")(inputs)
+        if norm := getattr(block.self_attn, f"{which}_norm", None):
+            vectors = norm(vectors.unflatten(-1, (heads, dim)) if name == "qwen3" else vectors)
+        measured = vectors.detach().double().view(-1, heads, dim).pow(2).mean(0)
+        planes = measured[:, : 2 * rotated]
+        # the two dimensions of a plane are neighbours in GLM
+        turned = planes.unflatten(1, (-1, 2)).mean(2) if name == "glm4" else planes.unflatten(1, (2, -1)).mean(1)
+        measured = torch.cat([turned, turned, measured[:, 2 * rotated :]], dim=1)
+        assert (energies / measured).log2().abs().max() < 0.5  # an exponent of two takes a factor of 16
+
+
 def with_large_biases(folder):
     """A Qwen2 whose keys have a bias far larger than all else in two planes, as Qwen2.5 has."""
     teacher = make_teacher("qwen2", layers=LAYERS)
