@@ -1,6 +1,6 @@
 """A teacher with the caches that vLLM has, and its hybrids, in one vLLM on a CPU: requests that fit, quality, speed.
 
-    python -m recipes.benchmarks.serving FOLDER --make [--teacher FILE] --caches 0.15 0.08    in the project's environment
+    python -m recipes.benchmarks.serving FOLDER --make [--teacher FILE] --caches 0.15 0.08    in the environment of `make`
     python -m recipes.benchmarks.serving_caches FOLDER [--text WEB,python-code]    in that of `make test-vllm`
 
 The teacher is FOLDER/teacher; all other folders are hybrids. vLLM's caches of 8 and 4 bits need a CPU with AVX-512
