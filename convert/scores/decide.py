@@ -77,7 +77,6 @@ def _worth_comparing(placements: list[Placement], budget: Budget) -> list[Placem
     That is the one in most bits if every layer can keep all of its attention. Otherwise more bits than usual are left
     out unless layers keep all of theirs, where rounding is the only error.
     """
-
     if all_kept := [placement for placement in placements if placement.hybrid is None]:
         return [max(all_kept, key=lambda placement: placement.bits.full)]
     usual, *others = placements
