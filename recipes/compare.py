@@ -39,7 +39,7 @@ from .evaluation.commit import project_commit
 from .evaluation.comparison_page import comparison_page, shown
 from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
 from .evaluation.llama_caches import EXACT, LLAMA_CACHES, LlamaCache, check_llama, is_llama_file, llama_version
-from .evaluation.metrics import PerToken, Reader, by_position, per_token, reader
+from .evaluation.metrics import PerToken, Reader, by_position, per_token, reader, remembered
 from .evaluation.other_caches import (
     BFLOAT16,
     OtherCache,
@@ -298,19 +298,6 @@ class Comparison:
         models |= {short: load(self.options, name) for short, name in names.items()}
         advance = functools.partial(self.progress, f"speed at {context:,} tokens")
         return speed(models, 1, context, SPEED_TOKENS, 3 if context <= LONG else 1, advance, caches)
-
-
-def remembered(own: Reader) -> Reader:
-    """A reader that reads each text once."""
-    known: dict[bytes, torch.Tensor] = {}
-
-    def states(ids: torch.Tensor) -> torch.Tensor:
-        key = ids.cpu().numpy().tobytes()
-        if key not in known:
-            known[key] = own.states(ids)
-        return known[key]
-
-    return Reader(states, own.head)
 
 
 def summary(found: PerToken, places: Sequence[int]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from pathlib import Path
+from unittest import mock
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -29,9 +30,10 @@ def fit(engine, tokens: int) -> float:
     """Number of requests of so many tokens that the engine has memory for at once."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-    engine.vllm_config.model_config.max_model_len = tokens
+    config = engine.vllm_config.model_config
     scheduler = engine.engine_core.engine_core.scheduler
-    return get_max_concurrency_for_kv_cache_config(engine.vllm_config, scheduler.kv_cache_config)
+    with mock.patch.object(config, "max_model_len", tokens):
+        return get_max_concurrency_for_kv_cache_config(engine.vllm_config, scheduler.kv_cache_config)
 
 
 def now() -> float:
@@ -68,27 +70,36 @@ def steps(engine, count: int) -> list[float]:
     return times
 
 
-def make_models(folder: Path) -> None:
-    """The embedded teacher as vLLM reads it, and the hybrid that the command makes of it by default."""
+def make_models(folder: Path, gguf: str | None, caches: list[str]) -> None:
+    """A teacher as vLLM reads it, and hybrids of these shares of its cache.
+
+    Args:
+        gguf: a file; None for the embedded teacher. caches: none for the hybrid that the command makes by default.
+    """
     from convert.checkpoint.load import read_model
     from convert.options import make_options
     from convert.pipeline import run
     from convert.teachers.teacher import embedded_teacher, gguf_tokenizer
 
-    gguf = embedded_teacher()
-    teacher = read_model(str(gguf), dtype="auto")
+    file = Path(gguf) if gguf else embedded_teacher()
+    teacher = read_model(str(file), dtype="auto")
     teacher.hf_quantizer = None  # the weights are whole again, and transformers writes no quantised ones
     del teacher.config.quantization_config
     teacher.save_pretrained(folder / "teacher")
-    gguf_tokenizer(gguf.parent, gguf.name).save_pretrained(folder / "teacher")
-    run(make_options(str(gguf), str(folder / "hybrid"), overwrite=True))
+    gguf_tokenizer(file.parent, file.name).save_pretrained(folder / "teacher")
+    if not caches:
+        run(make_options(str(file), str(folder / "hybrid"), overwrite=True))
+    for cache in caches:
+        run(make_options(str(file), str(folder / f"hybrid-{cache}"), cache=cache, overwrite=True))
 
 
 def main() -> None:
     """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--make", action="store_true", help="make the two models in the folder, and stop")
+    parser.add_argument("--make", action="store_true", help="make the models in the folder, and stop")
+    parser.add_argument("--teacher", help="a GGUF file of which to make them; the embedded teacher if left out")
+    parser.add_argument("--caches", nargs="*", default=[], help="shares of its cache; by default one hybrid of 8 %%")
     cells = ["512x1", "512x8", "4096x1", "4096x8", "8000x1"]  # the teacher's positions end at 8,192
     parser.add_argument("--cells", nargs="*", default=cells, help="tokens x requests; none: memory alone")
     parser.add_argument("--dtype", default="float32", help="type of the weights, and of the cache")
@@ -97,7 +108,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of both models")
     args = parser.parse_args()
     if args.make:
-        make_models(args.folder)
+        make_models(args.folder, args.teacher, args.caches)
         return
     os.environ |= SETTINGS | {"OMP_NUM_THREADS": str(args.threads)}
     from vllm import LLM

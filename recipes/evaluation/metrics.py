@@ -72,6 +72,19 @@ def reader(model: nn.Module) -> Reader:
     return Reader(lambda ids, cache=None: model(ids, **_holding(cache)).logits, lambda logits: logits)
 
 
+def remembered(own: Reader) -> Reader:
+    """A reader that reads each text once."""
+    known: dict[bytes, torch.Tensor] = {}
+
+    def states(ids: torch.Tensor) -> torch.Tensor:
+        key = ids.cpu().numpy().tobytes()
+        if key not in known:
+            known[key] = own.states(ids)
+        return known[key]
+
+    return Reader(states, own.head)
+
+
 def _holding(cache: Cache | None) -> dict[str, Any]:
     """Keyword arguments of a model that goes on from a cache, or has none."""
     return {"use_cache": False} if cache is None else {"use_cache": True, CACHE_NAME: cache}
