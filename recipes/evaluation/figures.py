@@ -47,6 +47,7 @@ PAGES = {
     RESULTS / "losses.md": "training",
     RESULTS / "serving.md": "serving",
     RESULTS / "serving_speed.md": "serving",
+    RESULTS / "serving_caches.md": "serving",
     RESULTS / "conversations.md": "serving",
     RESULTS / "speculative.md": "speculative",
     RESULTS / "formats.md": "formats",
