@@ -7,8 +7,7 @@
 # 128 more): by default a KL of 0.50 to the exact model, and its first choice in 76 %; with `axis_key=-1` 0.0041 and
 # 98 %. A prompt of 511 tokens then raises ValueError.
 # Why one would guess otherwise: the class's documentation says that keys are rounded per channel, as in the paper that
-# it cites; nothing warns, and on models without biases the default loses little. That the axis which does it takes
-# prompts of some lengths only is written nowhere.
+# it cites, and nothing warns. That the axis which does it takes prompts of some lengths only is written nowhere.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -154,6 +154,16 @@ def main() -> None:
     options = {"dtype": "float32", "max_num_batched_tokens": 2048, "max_num_seqs": 1,
                "enable_prefix_caching": False, "skip_tokenizer_init": True, "max_model_len": args.length + 512,
                "enforce_eager": True}  # fmt: skip
+
+    def requests(folder: Path) -> float:
+        """Number of requests that fit where the model's type is bfloat16, in which plain attention layers are held."""
+        llm = LLM(str(folder), **options | {"dtype": "bfloat16"})
+        found = fit(llm.llm_engine, args.length)
+        del llm
+        gc.collect()
+        return found
+
+    whole = requests(args.folder / "teacher")
     teacher = LLM(str(args.folder / "teacher"), **options)
     config = teacher.llm_engine.model_config
     prose = sources[0].rows(tokenizer, args.length, args.needle_rows)
@@ -161,25 +171,26 @@ def main() -> None:
     needles = needles_probe(prose, plain_tokens(config.get_vocab_size()), distances, seed=0)
     exact = remembered(reader(teacher))
 
-    def show(name: str, cache: str, requests: float, own: Reader, speed: list[str]) -> None:
-        cells = [name, cache, f"{requests:.1f}", *quality(own, exact, texts, needles), *speed]
+    def show(name: str, cache: str, fitting: float, own: Reader, speed: list[str]) -> None:
+        cells = [name, cache, f"{fitting:.1f}", *quality(own, exact, texts, needles), *speed]
         print("|", " | ".join(cells), "|", flush=True)
 
     head = ["model", "cache", f"requests of {args.length} tokens in 1 GiB"]
     head += [*(f"KL on {source.label}" for source in sources), "needles found", "prompt's speed", "answer's speed"]
     print("|", " | ".join(head), "|\n" + "|---" * len(head) + "|")
-    fitting, head_dim = fit(teacher.llm_engine, args.length), config.get_head_size()
+    head_dim = config.get_head_size()
     for cache, (rounded, size) in CACHES.items():
-        requests = fitting * torch.float32.itemsize * head_dim / size(head_dim)
+        fitting = whole * torch.bfloat16.itemsize * head_dim / size(head_dim)
         if rounded is None:
-            show("teacher", cache, requests, exact, ["1", "1"])
+            show("teacher", cache, fitting, exact, ["1", "1"])
         else:
-            show("teacher", cache, requests, reader(teacher, rounded), ["", ""])
+            show("teacher", cache, fitting, reader(teacher, rounded), ["", ""])
     for folder in sorted(args.folder.iterdir()):
-        if folder.name != "teacher":
+        if folder.name != "teacher" and (folder / "config.json").exists():
+            fitting = requests(folder)
             llm = LLM(str(folder), **options)
             speed = speeds(teacher.llm_engine, llm.llm_engine, args.length)
-            show(folder.name, "its own", fit(llm.llm_engine, args.length), reader(llm), speed)
+            show(folder.name, "its own", fitting, reader(llm), speed)
             del llm
             gc.collect()
 
