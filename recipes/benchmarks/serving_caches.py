@@ -166,6 +166,7 @@ def main() -> None:
     whole = requests(args.folder / "teacher")
     teacher = LLM(str(args.folder / "teacher"), **options)
     config = teacher.llm_engine.model_config
+    head_dim = config.get_head_size()
     prose = sources[0].rows(tokenizer, args.length, args.needle_rows)
     distances = [distance for distance in NEEDLES if distance < args.length - FIRST]
     needles = needles_probe(prose, plain_tokens(config.get_vocab_size()), distances, seed=0)
@@ -178,7 +179,6 @@ def main() -> None:
     head = ["model", "cache", f"requests of {args.length} tokens in 1 GiB"]
     head += [*(f"KL on {source.label}" for source in sources), "needles found", "prompt's speed", "answer's speed"]
     print("|", " | ".join(head), "|\n" + "|---" * len(head) + "|")
-    head_dim = config.get_head_size()
     for cache, (rounded, size) in CACHES.items():
         fitting = whole * torch.bfloat16.itemsize * head_dim / size(head_dim)
         if rounded is None:
