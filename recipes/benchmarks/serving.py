@@ -70,6 +70,27 @@ def steps(engine, count: int) -> list[float]:
     return times
 
 
+def speeds(engines: list, context: int, requests: int) -> tuple[list[float], list[float]]:
+    """Tokens per second of each engine: of prompts, and of the tokens after them, for which engines take turns."""
+    names = [str(i) for i in range(requests)]
+    reading = []
+    for engine in engines:
+        read(engine, context, requests, seed=0)  # compiles for so many requests
+        engine.abort_request(names)
+        engine.step()
+        reading.append(context * requests / read(engine, context, requests, seed=1))
+    for engine in engines:
+        steps(engine, WARM_UP)
+    times: list[list[float]] = [[] for _ in engines]
+    for _ in range(ROUNDS):
+        for engine, found in zip(engines, times, strict=True):
+            found += steps(engine, STEPS)
+    for engine in engines:
+        engine.abort_request(names)
+        engine.step()
+    return reading, [requests / statistics.median(found) for found in times]
+
+
 def make_models(folder: Path, gguf: str | None, caches: list[str]) -> None:
     """A teacher as vLLM reads it, and hybrids of these shares of its cache.
 
@@ -134,23 +155,8 @@ def main() -> None:
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for cell in args.cells:
         context, requests = map(int, cell.split("x"))
-        reading = {}
-        for name, engine in engines.items():
-            read(engine, context, requests, seed=0)  # compiles for so many requests
-            engine.abort_request([str(i) for i in range(requests)])
-            engine.step()
-            reading[name] = context * requests / read(engine, context, requests, seed=1)
-        times = {name: [] for name in engines}
-        for engine in engines.values():
-            steps(engine, WARM_UP)
-        for _ in range(ROUNDS):
-            for name, engine in engines.items():
-                times[name] += steps(engine, STEPS)
-        for engine in engines.values():
-            engine.abort_request([str(i) for i in range(requests)])
-        decoding = {name: requests / statistics.median(t) for name, t in times.items()}
-        pairs = [(speed["teacher"], speed["hybrid"]) for speed in (decoding, reading)]
-        figures = [f"{teacher:.1f} | {hybrid:.1f} | {hybrid / teacher:.2f}" for teacher, hybrid in pairs]
+        reading, decoding = speeds(list(engines.values()), context, requests)
+        figures = [f"{teacher:.1f} | {hybrid:.1f} | {hybrid / teacher:.2f}" for teacher, hybrid in (decoding, reading)]
         print(f"| {context}, {requests} | {' | '.join(figures)} |", flush=True)
 
 

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import gc
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -27,7 +26,7 @@ from recipes.evaluation.metrics import Reader, per_token, remembered
 from recipes.evaluation.recall import hits, needles_probe
 from recipes.evaluation.texts import TextSource
 
-from .serving import ROUNDS, SETTINGS, STEPS, WARM_UP, fit, read, steps
+from .serving import SETTINGS, fit, speeds
 
 FIRST = 512
 """Position from which on tokens are judged."""
@@ -114,26 +113,6 @@ def quality(own: Reader, reference: Reader, texts: list[torch.Tensor], needles) 
     return [*found, f"{said[needles.answers].double().mean().item():.0%}"]
 
 
-def speeds(teacher, hybrid, context: int) -> list[str]:
-    """Speed of a hybrid's engine over its teacher's: of a prompt, and of tokens after it, one request at a time."""
-    engines = (teacher, hybrid)
-    prompts = []
-    for engine in engines:
-        read(engine, context, 1, seed=0)  # compiles
-        engine.abort_request(["0"])
-        engine.step()
-        prompts.append(read(engine, context, 1, seed=1))
-        steps(engine, WARM_UP)
-    tokens: list[list[float]] = [[], []]
-    for _ in range(ROUNDS):
-        for engine, times in zip(engines, tokens, strict=True):
-            times += steps(engine, STEPS)
-    for engine in engines:
-        engine.abort_request(["0"])
-        engine.step()
-    return [f"{prompts[0] / prompts[1]:.2f}", f"{statistics.median(tokens[0]) / statistics.median(tokens[1]):.2f}"]
-
-
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,6 +124,8 @@ def main() -> None:
         "--needle-rows", type=int, default=4, help="rows of the first text in which needles are hidden"
     )
     args = parser.parse_args()
+    if args.length <= FIRST + NEEDLES[0]:
+        parser.error(f"--length: needles need more than {FIRST + NEEDLES[0]} tokens.")
     os.environ |= SETTINGS | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from vllm import LLM
 
@@ -189,8 +170,8 @@ def main() -> None:
         if folder.name != "teacher" and (folder / "config.json").exists():
             fitting = requests(folder)
             llm = LLM(str(folder), **options)
-            speed = speeds(teacher.llm_engine, llm.llm_engine, args.length)
-            show(folder.name, "its own", fitting, reader(llm), speed)
+            pairs = speeds([teacher.llm_engine, llm.llm_engine], args.length, 1)
+            show(folder.name, "its own", fitting, reader(llm), [f"{own / other:.2f}" for other, own in pairs])
             del llm
             gc.collect()
 
