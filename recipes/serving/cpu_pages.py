@@ -95,11 +95,12 @@ class HeadStep:
     """One token of a layer's kept heads, in pages.
 
     Args:
-        attention: the layer. rows: the rows of its kept heads.
+        rows: of these heads.
     """
 
-    def __init__(self, attention, rows, dtype: torch.dtype):
-        self.attention, self.rows = attention, rows
+    def __init__(self, rows, scaling: float, softcap: float | None, dtype: torch.dtype):
+        self.rows = rows
+        self.scores = scaling, softcap or 0.0
         self.to_write = [_rounding(rounding, dtype, 1) for rounding in rows.roundings]
         self.to_read = [_rounding(rounding, dtype, rows.heads) for rounding in rows.roundings]
         self.firsts = [region.start for region in rows.regions]
@@ -113,7 +114,7 @@ class HeadStep:
             lengths: (B,), the tokens of each request with this one. longest: the most of them.
         """
         memory, block = self.rows.memory.memory, self.rows.memory.heads.block
-        table, places = self.rows.metadata
+        table, places, _ = self.rows.metadata
         batch, heads, P = query.shape
         K = self.rows.heads
         size = memory.shape[1]
@@ -132,7 +133,6 @@ class HeadStep:
         kernels.attend_to_rows(
             pointer(queries), *(pointer(memory, first) for first in self.firsts), strides, *self.to_read,
             pointer(table), table.stride(0), block, pointer(lengths), None, pointer(output), pointer(scratch),
-            batch, K, heads // K, P, longest, parts, ctypes.c_float(self.attention.scaling),
-            ctypes.c_float(self.attention.softcap or 0.0), threads,
+            batch, K, heads // K, P, longest, parts, *map(ctypes.c_float, self.scores), threads,
         )  # fmt: skip
         return output.to(query.dtype)

@@ -2,11 +2,12 @@
 
 What a mixer holds, and a hybrid layer but for its kept heads, has a constant size. All layers' slots lie one behind
 another in a few pages that a request has from its first token to its last, each of which is the state of a Mamba layer
-to vLLM (`SlotPage`). The keys and values of all kept heads are rows of the checkpoint's own bits (rounding.py); those
-of some tokens are a page, to vLLM that of one attention layer (`HeadPages`). Both kinds have one size, and so come out
-of one pool. Where there are kept heads alone, no page is larger than what they take for a block of tokens; attention
-layers need pages of 32 KiB at least, and a model without either one page of all slots. A request leaves at most a part
-of a page empty.
+to vLLM (`SlotPage`). The keys and values of all kept heads are rows of the checkpoint's own bits (rounding.py), and so
+are those of layers with full attention, all heads of which are kept, where these bits are fewer than the model's type
+has. The rows of some tokens are a page, to vLLM that of one attention layer (`HeadPages`). Both kinds have one size,
+and so come out of one pool. Where there are such rows alone, no page is larger than what they take for a block of
+tokens; attention of vLLM's own needs pages of 32 KiB at least, and a model without either one page of all slots. A
+request leaves at most a part of a page empty.
 
 Shapes: B batch (requests), L length, K key/value heads, W bytes of a row.
 """
@@ -57,7 +58,7 @@ def sizes_of(config, layer: int, dtype: torch.dtype) -> Sizes:
         dtype: of the weights.
     """
     if config.layer_types[layer] == "hybrid":
-        heads = config.num_key_value_heads - kept_heads(config, layer)
+        heads = config.num_key_value_heads - len(config.full_heads_of(layer)) // shared_by(config)
         shape = BlockShape.of(config, layer)
         like = torch.empty(1, heads, 1, config.head_dim, dtype=dtype, device="meta")
         rows = shape.key_rounding.encode(like), shape.value_rounding.encode(like)
@@ -83,11 +84,22 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def kept_heads(config, layer: int) -> int:
-    """Number of a layer's kept key/value heads, those of plain attention excepted."""
-    if config.layer_types[layer] != "hybrid":
-        return 0
-    return len(config.full_heads_of(layer)) * config.num_key_value_heads // config.num_attention_heads
+def shared_by(config) -> int:
+    """Number of query heads that share a key/value head."""
+    return config.num_attention_heads // config.num_key_value_heads
+
+
+def heads_in_rows(vllm_config: VllmConfig, layer: int) -> int:
+    """Number of a layer's key/value heads whose rows lie in pages of heads, and not in vLLM's own attention."""
+    config = vllm_config.model_config.hf_config
+    kind = config.layer_types[layer]
+    if kind == "hybrid":
+        return len(config.full_heads_of(layer)) // shared_by(config)
+    # without a layer that has a slot, vLLM takes the model for one of attention alone
+    has_slots = not {"hybrid", "linear_attention"}.isdisjoint(config.layer_types)
+    if kind == "full_attention" and has_slots and any(rounding.rounds for rounding in kept_roundings(vllm_config)):
+        return config.num_key_value_heads
+    return 0
 
 
 def kept_roundings(vllm_config: VllmConfig) -> tuple[Rounding, Rounding]:
@@ -117,10 +129,11 @@ class Sizing(NamedTuple):
         slots = sum(
             bytes_of(sizes_of(config, i, dtype)) for i, kind in kinds if kind in ("hybrid", "linear_attention")
         )
-        heads = sum(kept_heads(config, i) for i in range(config.num_hidden_layers))
-        keys, values = (heads * rounding.width(dtype) for rounding in kept_roundings(vllm_config))
+        in_rows = [heads_in_rows(vllm_config, i) for i in range(config.num_hidden_layers)]
+        keys, values = (sum(in_rows) * rounding.width(dtype) for rounding in kept_roundings(vllm_config))
         unit = 0
-        if {"full_attention", "sliding_attention"} & set(config.layer_types):
+        attention = {kind for kind, heads in zip(config.layer_types, in_rows, strict=True) if not heads}
+        if {"full_attention", "sliding_attention"} & attention:
             cache = vllm_config.cache_config.cache_dtype
             dtype = dtype if cache == "auto" else STR_DTYPE_TO_TORCH_DTYPE[cache]
             unit = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
@@ -141,6 +154,12 @@ class Sizing(NamedTuple):
         if self.unit or not per_token:
             return least
         return least * max(-(-self.slots // (MOST_PAGES * per_token * least)), 1)
+
+    def rows(self, block: int) -> int:
+        """Tokens whose rows of kept heads are a page, where so many tokens are a block: as many blocks as fit, a power
+        of two, so that few tokens are a multiple of this and of attention's own blocks."""
+        fitting = self.page(block) // ((self.keys + self.values) * block)
+        return block * 2 ** (fitting.bit_length() - 1)
 
 
 PADDED = 1.25
@@ -371,10 +390,15 @@ class SlotPage(MambaBase):
 
 
 class HeadMetadata(NamedTuple):
-    """Pages of each request's kept heads, (requests, most pages), and the number of each token's place, (L,)."""
+    """Where rows of a step's requests are.
+
+    table: (requests, most pages), the pages of each. places: (L,), the number of each token's place. lengths:
+    (requests,), the tokens of each with those of the step; 0 of requests that fill up a graph.
+    """
 
     table: torch.Tensor
     places: torch.Tensor
+    lengths: torch.Tensor
 
 
 class HeadMetadataBuilder(AttentionMetadataBuilder[HeadMetadata]):
@@ -394,7 +418,11 @@ class HeadMetadataBuilder(AttentionMetadataBuilder[HeadMetadata]):
     ) -> HeadMetadata:
         """Metadata that `HeadRows` read at each step."""
         tokens = common_attn_metadata.num_actual_tokens
-        return HeadMetadata(common_attn_metadata.block_table_tensor, common_attn_metadata.slot_mapping[:tokens])
+        return HeadMetadata(
+            common_attn_metadata.block_table_tensor,
+            common_attn_metadata.slot_mapping[:tokens],
+            common_attn_metadata.seq_lens,
+        )
 
 
 class HeadBackend(SlotBackend):
@@ -421,14 +449,15 @@ class HeadPages(AttentionLayerBase):
         self.sizing = sizing
         self.bound = bound
         self.kv_cache = ()
-        self.block = vllm_config.cache_config.block_size
+        self.page = sizing.page(vllm_config.cache_config.block_size)
+        self.block = sizing.rows(vllm_config.cache_config.block_size)
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
         """Rows of bytes, as if each were a key and a value."""
         return FullAttentionSpec(
             block_size=self.block, num_kv_heads=1, head_size=self.sizing.keys, head_size_v=self.sizing.values,
-            dtype=torch.uint8, page_size_padded=self.sizing.page(self.block),
+            dtype=torch.uint8, page_size_padded=self.page,
         )  # fmt: skip
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -505,11 +534,12 @@ class RequestMemory:
     """Memory of all layers of a model.
 
     pages: of the slots. heads: the pages of kept heads, or None. memory: all pages (rows, bytes); words: the same by
-    eight bytes, which are copied faster. first_rows: of each page of the slots, the row of the first request.
+    eight bytes, which are copied faster. first_rows: of each page of the slots, the row of the first request. layers:
+    `ready()` of each is called when there is memory.
     """
 
     def __init__(self, vllm_config: VllmConfig, prefix: str):
-        self.config = vllm_config.model_config.hf_config
+        self.vllm_config = vllm_config
         self.dtype = vllm_config.model_config.dtype
         self.roundings = kept_roundings(vllm_config)
         sizing = Sizing.of(vllm_config)
@@ -524,23 +554,21 @@ class RequestMemory:
         self.pages = [SlotPage(f"{name}.page{i}", size, vllm_config, self._bound) for i in range(count)]
         self.slots_end = self.heads_end = 0
 
-    def add(self, layer) -> tuple[Sizes, int, HeadRows | None]:
-        """Sizes of a layer's slot, the byte at which it begins, and the rows of its kept heads; `layer.ready()` is
-        called when there is memory.
-
-        Args:
-            layer: with its number, `number`.
-        """
-        self.layers.append(layer)
-        sizes = sizes_of(self.config, layer.number, self.dtype)
+    def add_slot(self, layer: int) -> tuple[Sizes, int]:
+        """Sizes of a layer's slot, and the byte at which it begins."""
+        sizes = sizes_of(self.vllm_config.model_config.hf_config, layer, self.dtype)
         first = self.slots_end
         self.slots_end += bytes_of(sizes)
-        count = kept_heads(self.config, layer.number)
+        return sizes, first
+
+    def add_rows(self, layer: int) -> HeadRows | None:
+        """Rows of a layer's heads; None where it has none."""
+        count = heads_in_rows(self.vllm_config, layer)
         if count == 0:
-            return sizes, first, None
+            return None
         rows = HeadRows(self, count, self.heads_end, self.roundings, self.dtype)
         self.heads_end = rows.regions[-1].stop
-        return sizes, first, rows
+        return rows
 
     def _bound(self) -> None:
         owners = [*self.pages, *([self.heads] if self.heads else [])]

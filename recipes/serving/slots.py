@@ -26,8 +26,10 @@ from modeling_llamba.hybrid.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer
 from modeling_llamba.hybrid.inputs import HybridInputs, Projected
 from modeling_llamba.hybrid.prompt import read_prompt
+from modeling_llamba.hybrid.rounding import WHOLE, Rounding
 from modeling_llamba.kernels.backend import backend_for
 from modeling_llamba.kernels.softmax import attend, causal_attend, merged
+from modeling_llamba.model.attention import SoftmaxAttention, TeacherAttention
 from modeling_llamba.model.rotary import Rotary
 
 from .cpu_pages import HeadStep, SlotStep, runs_in_c
@@ -100,7 +102,8 @@ class SlotLayer(nn.Module):
         self.number = number
         self.prefix = prefix
         self.memory = memory
-        self.sizes, self.first, self.head_rows = memory.add(self)
+        self.sizes, self.first = memory.add_slot(number)
+        memory.layers.append(self)
         self.bytes = bytes_of(self.sizes)
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
@@ -228,18 +231,16 @@ class HybridSlots(SlotLayer):
         super().__init__(mixer, number, memory, vllm_config, prefix)
         self.reach = mixer.config.hybrid_sink_reach
         self.kept_size = len(mixer.kept) * mixer.shared * mixer.head_dim
+        rows = memory.add_rows(number)
+        self.kept_heads = None if rows is None else KeptHeads(mixer, rows, memory)
         self.slot_step: SlotStep | None = None
-        self.head_step: HeadStep | None = None
 
     def ready(self) -> None:
         """Find functions in C for a step if they run here."""
         super().ready()
         attention, dtype = self.mixer, self.memory.dtype
-        if runs_in_c(self.memory.memory, dtype, attention.config.backend):
-            if attention.mass is not None:
-                self.slot_step = SlotStep(attention, self.first_bytes(), dtype)
-            if self.head_rows is not None:
-                self.head_step = HeadStep(attention, self.head_rows, dtype)
+        if attention.mass is not None and runs_in_c(self.memory.memory, dtype, attention.config.backend):
+            self.slot_step = SlotStep(attention, self.first_bytes(), dtype)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotary, inputs: HybridInputs, *nothing: None
@@ -262,11 +263,10 @@ class HybridSlots(SlotLayer):
 
     def run(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         """Run the kept heads from their pages, and the others from the slots."""
-        if self.head_rows is not None:
+        if self.kept_heads is not None:
             index, salience, *kept, heads = inputs
             inputs = [index, salience, heads]
-            of_kept = attend_kept(self.mixer, self.head_rows, self.memory.metadata(), self.head_step, index[0], *kept)
-            output[..., -self.kept_size :] = of_kept.flatten(2)
+            output[..., -self.kept_size :] = self.kept_heads.attend(*kept).flatten(2)
             output = output[..., : -self.kept_size]
         super().run(inputs, output)
 
@@ -356,89 +356,140 @@ class HybridSlots(SlotLayer):
             output[:, output.shape[1] - features.shape[1] :, size:] = self.mixer.down(features)
 
 
-def attend_kept(
-    attention: HybridAttention,
-    rows: HeadRows,
-    metadata: SlotMetadata | None,
-    step: HeadStep | None,
-    index: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    """Full attention of the kept heads, (1, L, heads, P), whose keys and values are written into their places first.
+class KeptHeads:
+    """Full attention of heads whose keys and values lie in pages.
 
     Args:
-        metadata: None while vLLM measures memory. step: function in C for requests that decode, if there is one.
-        index: (L,), numbers of the tokens in their requests. query: (1, L, heads, P). key, value: (1, L, K, P).
+        attention: their layer. rows: of its heads.
     """
-    of_keys, of_values = rows.roundings
-    output = torch.zeros_like(query)
 
-    def encoded(which: slice) -> list[torch.Tensor]:
-        pairs = zip(rows.roundings, (key, value), strict=True)
-        return [rounding.encode(t[:, which].transpose(1, 2)).transpose(1, 2) for rounding, t in pairs]
+    def __init__(self, attention: TeacherAttention, rows: HeadRows, memory: RequestMemory):
+        self.rows = rows
+        self.memory = memory
+        self.setting = attention.config.backend
+        self.shared = attention.num_key_value_groups
+        self.scores = attention.scaling, attention.softcap
+        self.step: HeadStep | None = None
+        memory.layers.append(self)
 
-    def attend_prompts(of_prompts: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
-        pairs = zip(rows.roundings, of_rows, strict=True)
+    def ready(self) -> None:
+        """Find the function in C for a step if it runs here."""
+        if runs_in_c(self.memory.memory, self.memory.dtype, self.setting):
+            self.step = HeadStep(self.rows, *self.scores, self.memory.dtype)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention (1, L, heads, P) of queries (1, L, heads, P), whose keys and values (1, L, K, P) are written into
+        their places first."""
+        rows, metadata = self.rows, self.memory.metadata()
+        output = torch.zeros_like(query)
+
+        def encoded(which: slice) -> list[torch.Tensor]:
+            pairs = zip(rows.roundings, (key, value), strict=True)
+            return [rounding.encode(t[:, which].transpose(1, 2)).transpose(1, 2) for rounding, t in pairs]
+
+        if metadata is None:  # vLLM measures memory
+            return self._attend_prompts(query, *(t.transpose(1, 2) for t in encoded(slice(None))))
+        decodes = metadata.num_decodes
+        of_step = slice(decodes if self.step is not None else 0)
+        others = slice(of_step.stop, None)
+        if others.start < query.shape[1]:
+            rows.write(others, *(t[0] for t in encoded(others)))
+        # a request that fills up a graph attends to one token, since there is no softmax of none
+        lengths = rows.metadata.lengths[:decodes].long().clamp(min=1)
+        if of_step.stop:
+            of_tokens = (t[0, of_step] for t in (query, key, value))
+            output[0, of_step] = self.step(*of_tokens, lengths, max(metadata.decoding) + 1)
+        elif decodes:
+            output[0, :decodes] = self._attend_decoding(metadata, query[0, :decodes], lengths)
+        for batch in metadata.ragged_batches:
+            spans = [metadata.prompts[i] for i in batch]
+            seen, longest = spans[0].seen, spans[0].length
+            requests, pages = metadata.of_prompts(batch, self.memory.heads.block, query.device)
+            held = rows.read(requests, seen + longest, pages)
+            found = self._attend_prompts(batched(query, spans, 0.0), *held)
+            for mixed, span in zip(found, spans, strict=True):
+                output[0, span.start : span.stop] = mixed[: span.length]
+        return output
+
+    def _attend_prompts(self, query: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
+        """Attention (B, L, heads, P) of prompts (B, L, heads, P) to rows (B, K, T, W), which end with their own."""
+        of_keys, of_values = self.rows.roundings
+        pairs = zip(self.rows.roundings, of_rows, strict=True)
         held = (rounding.decode(t, query.dtype, rotated=True) for rounding, t in pairs)
-        found = attend_causally(attention, of_keys.rotate(of_prompts.transpose(1, 2)), *held)
+        found = attend_causally(of_keys.rotate(query.transpose(1, 2)), *held, *self.scores)
         return of_values.rotate(found.transpose(1, 2))
 
-    if metadata is None:
-        return attend_prompts(query, *(t.transpose(1, 2) for t in encoded(slice(None))))
-    decodes = metadata.num_decodes
-    of_step = slice(decodes if step is not None else 0)
-    others = slice(of_step.stop, None)
-    if others.start < query.shape[1]:
-        rows.write(others, *(t[0] for t in encoded(others)))
-    lengths = index[:decodes] + 1
-    if of_step.stop:
-        output[0, of_step] = step(*(t[0, of_step] for t in (query, key, value)), lengths, max(metadata.decoding) + 1)
-    elif decodes:
-        output[0, :decodes] = _attend_decoding(attention, rows, metadata, query[0, :decodes], lengths)
-    for batch in metadata.ragged_batches:
-        spans = [metadata.prompts[i] for i in batch]
-        seen, longest = spans[0].seen, spans[0].length
-        requests, pages = metadata.of_prompts(batch, rows.memory.heads.block, query.device)
-        found = attend_prompts(batched(query, spans, 0.0), *rows.read(requests, seen + longest, pages))
-        for mixed, span in zip(found, spans, strict=True):
-            output[0, span.start : span.stop] = mixed[: span.length]
-    return output
+    def _attend_decoding(self, metadata: SlotMetadata, query: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Attention (B, heads, P) of a token of each request (B, heads, P) to the `lengths` (B,) tokens of each."""
+        rows = self.rows
+        backend = backend_for(query, self.setting)
+        block = self.memory.heads.block
+        query = query[:, :, None]
+        scaling, softcap = self.scores
+        if backend.attends_to_pages:
+            firsts = tuple(region.start for region in rows.regions)
+            table = rows.metadata.table[: len(query)]
+            return backend.attend_to_pages(
+                query, self.memory.memory, firsts, rows.heads, table, lengths, block, scaling, softcap or 0.0,
+                rows.roundings,
+            )[:, 0]  # fmt: skip
+        longest, pages, bias = metadata.decoding_lengths(block, lengths, query.dtype)
+        held = rows.read(slice(len(query)), longest, pages)
+        return backend.attend_to_rows(query, *held, rows.roundings, bias, scaling, softcap)[:, 0]
 
 
-def _attend_decoding(
-    attention: HybridAttention, rows: HeadRows, metadata: SlotMetadata, query: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
-    """Attention (B, heads, P) of a token of each request, queries (B, heads, P), to their `lengths` tokens (B,)."""
-    backend = backend_for(query, attention.config.backend)
-    block = rows.memory.heads.block
-    query = query[:, :, None]
-    scores = attention.scaling, attention.softcap
-    if backend.attends_to_pages:
-        firsts = tuple(region.start for region in rows.regions)
-        table = rows.metadata.table[: len(query)]
-        scores = attention.scaling, attention.softcap or 0.0
-        return backend.attend_to_pages(
-            query, rows.memory.memory, firsts, rows.heads, table, lengths, block, *scores, rows.roundings
-        )[:, 0]
-    longest, pages, bias = metadata.decoding_lengths(block, lengths, query.dtype)
-    held = rows.read(slice(len(query)), longest, pages)
-    return backend.attend_to_rows(query, *held, rows.roundings, bias, *scores)[:, 0]
+class RoundedAttention:
+    """A layer of full attention whose heads are all kept, in vLLM's place for its own; `attention` does not round.
+
+    Args:
+        attention: the layer.
+    """
+
+    def __init__(
+        self, attention: SoftmaxAttention, rows: HeadRows, memory: RequestMemory, vllm_config: VllmConfig, prefix: str
+    ):
+        self.kept_heads = KeptHeads(attention, rows, memory)
+        self.prefix = prefix
+        attention.roundings = Rounding.of_pair(WHOLE, attention.head_dim)
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    def __call__(self, *heads: torch.Tensor) -> torch.Tensor:
+        """(L, heads P) from queries of this shape, keys and values (L, K P)."""
+        output = torch.zeros_like(heads[0])
+        torch.ops.vllm.hybrid_slots(list(heads), output, self.prefix)
+        return output
+
+    def run(self, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+        """Attend to rows in their pages."""
+        dim = self.kept_heads.rows.roundings[0].dim
+        heads = (t.unflatten(1, (-1, dim))[None] for t in inputs)
+        output.copy_(self.kept_heads.attend(*heads)[0].flatten(1))
+
+
+SCORES = 2**26
+"""Scores in memory at most, where no fused function attends to earlier tokens: vLLM measures without these."""
 
 
 def attend_causally(
-    attention: HybridAttention, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, softcap: float | None
 ) -> torch.Tensor:
     """Attention (B, heads, L, P) of queries of the last L tokens, to keys and values (B, K, T, P) of all."""
-    length, past, shared = query.shape[2], keys.shape[2] - query.shape[2], attention.shared
+    length, past, shared = query.shape[2], keys.shape[2] - query.shape[2], query.shape[1] // keys.shape[1]
     # the causal mask of SDPA begins at the first key, which is wrong behind a past, and SDPA has no cap
-    if past == 0 and attention.softcap is None:
+    if past == 0 and softcap is None:
         return F.scaled_dot_product_attention(
-            query, keys, values, is_causal=True, scale=attention.scaling, enable_gqa=shared > 1
+            query, keys, values, is_causal=True, scale=scaling, enable_gqa=shared > 1
         )
+    scores = scaling, softcap
+    fused = query.device.type == "cpu" and softcap is None
+    at_once = length if fused else max(SCORES // (len(query) * query.shape[1] * keys.shape[2]), 1)
+    if length > at_once:
+        parts = []
+        for part in query.split(at_once, dim=2):
+            past += part.shape[2]
+            parts.append(attend_causally(part, keys[:, :, :past], values[:, :, :past], *scores))
+        return torch.cat(parts, dim=2)
     own = (t[:, :, past:] for t in (keys, values))
-    scores = attention.scaling, attention.softcap
     near = causal_attend(query, *own, *scores)
     if past:
         by_kv_head = query.unflatten(1, (-1, shared)).flatten(2, 3)

@@ -23,7 +23,7 @@ from modeling_llamba.modeling_llamba import LlambaModel
 from modeling_phimamba.modeling_phimamba import PhiMambaModel
 
 from .pages import RequestMemory, Sizing
-from .slots import HybridSlots, MixerSlots
+from .slots import HybridSlots, MixerSlots, RoundedAttention
 
 LEAST_PACKED = 128
 """Rows and columns that vLLM's product with packed weights is for: one of 31 rows takes it 360 us, torch 7."""
@@ -77,7 +77,7 @@ def refuse(vllm_config: VllmConfig) -> None:
 
 
 def paged_attention(module: nn.Module, query, key, value, attention_mask, **kwargs):
-    """transformers' interface to an attention function; the module holds vLLM's."""
+    """transformers' interface to an attention function; the module holds vLLM's, or a `RoundedAttention`."""
     tokens = (t[0].transpose(0, 1).flatten(1) for t in (query, key, value))
     return module.paged(*tokens).unflatten(-1, (-1, query.shape[-1]))[None], None
 
@@ -117,6 +117,9 @@ class ServedModel(nn.Module):
                 layer.mixer = HybridSlots(layer.mixer, i, memory, vllm_config, f"{name}.mixer")
             elif layer.layer_type == "linear_attention":
                 layer.mixer = MixerSlots(layer.mixer, i, memory, vllm_config, f"{name}.mixer")
+            elif (rows := memory.add_rows(i)) is not None:
+                attention = layer.self_attn
+                attention.paged = RoundedAttention(attention, rows, memory, vllm_config, f"{name}.self_attn")
             else:
                 layer.self_attn.paged = Attention(
                     config.num_attention_heads,

@@ -51,6 +51,12 @@ CASES = {
     "experts": dict(pattern="experts"),
     "mamba1": dict(mixer="mamba1"),
 }
+ROUNDED_CASES = {
+    "attention in few bits": dict(pattern="beside", hybrid_window=[24, 0, 16, 0]),
+    "few bits beside sliding windows": dict(pattern="gemma"),
+    "attention in few bits alone": dict(pattern="attention", mixer="none", mixer_decay_bias=False),
+}
+"""Layers with full attention in eight bits: with kept heads and mixers, beside attention of vLLM's own, and alone."""
 CONVERTED = "converted within a budget"
 ROUNDED = "converted by default, in few bits"
 HOLDABLE = dict(
@@ -64,7 +70,8 @@ def make(folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(7, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
     (folder / "prompts.json").write_text(json.dumps(prompts))
-    for name, options in CASES.items():
+    rounded = {name: dict(full_attention_bits=8, key_offsets=True) | ROUNDED_CASES[name] for name in ROUNDED_CASES}
+    for name, options in (CASES | rounded).items():
         model = make_hybrid(dtype=torch.float32, **SIZES | options)
         model.save_pretrained(folder / name)
         chat_tokenizer().save_pretrained(folder / name)

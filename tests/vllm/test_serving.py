@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -16,12 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.vllm.conftest import ROOT, SETTINGS, greedy, reference, start_reference
-from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS, ROUNDED
+from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS, ROUNDED, ROUNDED_CASES
 
 pytestmark = pytest.mark.vllm
 IS_SECOND = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 ON_THE_FIRST = pytest.mark.skipif(IS_SECOND, reason="compilers and other processes would want Triton for CPUs")
 REFUSED = {"experts": "Experts are not served", "mamba1": "mamba1 is not served"}
+FEW_BITS = [ROUNDED, *ROUNDED_CASES]
 SERVED = [CONVERTED, *(name for name in CASES if name not in REFUSED)]
 # by vLLM's default flags, which compile what lies between the layers and a hybrid layer's step: a minute each
 COMPILED = [CONVERTED, "phi, heads kept apart", "mixers alone", "two kinds of RoPE, caps, far sinks"]
@@ -86,7 +88,8 @@ def test_tokens_in_c_and_by_pytorch(backend, engine, models, prompts, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "name", [CONVERTED, ROUNDED, "phi, heads kept apart", "two kinds of RoPE, caps, far sinks", "mamba2"]
+    "name",
+    [CONVERTED, *FEW_BITS[:-1], "phi, heads kept apart", "two kinds of RoPE, caps, far sinks", "mamba2"],
 )
 def test_a_token_of_each_request_asks_the_host_for_nothing(name, engine, models, prompts, monkeypatch):
     """As a CUDA graph of a step requires, with a kernel that reads pages; here PyTorch's operations do."""
@@ -97,29 +100,32 @@ def test_a_token_of_each_request_asks_the_host_for_nothing(name, engine, models,
 
     steps = []
 
-    def run(self, inputs, output, run=slots.SlotLayer.run):
-        metadata = self.memory.metadata()
-        if metadata is None or metadata.num_prefills:
-            run(self, inputs, output)
-            return
-        steps.append(self.number)
-        with monkeypatch.context() as patch, NothingForTheHost():
-            patch.setattr(metadata, "decoding", None)
-            run(self, inputs, output)
+    def watched(run):
+        def watch(self, *inputs):
+            metadata = self.memory.metadata()
+            if metadata is None or metadata.num_prefills:
+                return run(self, *inputs)
+            steps.append(run)
+            with monkeypatch.context() as patch, NothingForTheHost():
+                patch.setattr(metadata, "decoding", None)
+                return run(self, *inputs)
+
+        return watch
 
     monkeypatch.setenv(BACKEND_VARIABLE, "torch")
     monkeypatch.setattr(TorchBackend, "attends_to_pages", True)
     monkeypatch.setattr(TorchBackend, "attend_to_pages", staticmethod(attend_to_pages), raising=False)
     monkeypatch.setattr(eviction, "marked_rows", lambda marked: None)
-    monkeypatch.setattr(slots.SlotLayer, "run", run)
+    monkeypatch.setattr(slots.SlotLayer, "run", watched(slots.SlotLayer.run))
+    monkeypatch.setattr(slots.KeptHeads, "attend", watched(slots.KeptHeads.attend))
     llm = engine(name, **IN_PIECES)
     support = pages.steps_in_graphs(llm.llm_engine.vllm_config)
     assert support is pages.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     outputs = [output.outputs[0] for output in greedy(llm, prompts)]
     wrong, worst = differences(outputs, expected(models, name))
     assert steps
-    assert wrong <= (0.05 * NEW_TOKENS * len(prompts) if name == ROUNDED else 0)
-    assert worst < (0.02 if name == ROUNDED else 1e-4)
+    assert wrong <= (0.05 * NEW_TOKENS * len(prompts) if name in FEW_BITS else 0)
+    assert worst < (0.02 if name in FEW_BITS else 1e-4)
 
 
 class NothingForTheHost(TorchDispatchMode):
@@ -179,28 +185,35 @@ def test_which_prompts_are_together():
     assert together([], ragged=True) == []
 
 
-def test_few_bits_round_as_in_transformers(engine, models, prompts):
+@pytest.mark.parametrize("name", FEW_BITS)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_few_bits_round_as_in_transformers(name, backend, engine, models, prompts, monkeypatch):
     """But for numbers that lie between two codes, which the last digit of a float32 decides."""
-    outputs = [output.outputs[0] for output in greedy(engine(ROUNDED, **IN_PIECES), prompts)]
-    wrong, worst = differences(outputs, expected(models, ROUNDED))
+    from modeling_llamba.kernels.backend import BACKEND_VARIABLE
+
+    if backend != "auto":
+        monkeypatch.setenv(BACKEND_VARIABLE, backend)
+    outputs = [output.outputs[0] for output in greedy(engine(name, **IN_PIECES), prompts)]
+    wrong, worst = differences(outputs, expected(models, name))
     assert wrong <= 0.05 * NEW_TOKENS * len(prompts)
     assert worst < 0.02, worst
 
 
 @pytest.mark.parametrize("name", [CONVERTED, ROUNDED, "mixers alone"])
 def test_bfloat16_is_near_float32(name, engine, models, prompts):
-    """Up to a request's first other token, which a near-tie decides."""
-    alike, worst = 0, 0.0
-    outputs = greedy(engine(name, **IN_PIECES, dtype="bfloat16"), prompts)
-    for output, own in zip(outputs, expected(models, name), strict=True):
-        answer = output.outputs[0]
-        steps = zip(answer.logprobs, answer.token_ids, own["tokens"], own["logprobs"], strict=True)
-        for found, token, right, logprob in steps:
-            if token != right:
-                break
-            worst, alike = max(worst, abs(found[token].logprob - logprob)), alike + 1
-    assert worst < 0.15, worst
-    assert alike >= 0.6 * NEW_TOKENS * len(prompts)
+    """The log-probability of each token with which transformers goes on in float32, read as a prompt."""
+    answers = expected(models, name)
+    texts = [prompt + own["tokens"] for prompt, own in zip(prompts, answers, strict=True)]
+    outputs = greedy(engine(name, **IN_PIECES, dtype="bfloat16"), texts, max_tokens=1, prompt_logprobs=0)
+    apart = []
+    for output, own in zip(outputs, answers, strict=True):
+        found = output.prompt_logprobs[-NEW_TOKENS:]
+        pairs = zip(found, own["tokens"], own["logprobs"], strict=True)
+        apart += [abs(of_token[token].logprob - logprob) for of_token, token, logprob in pairs]
+    assert len(apart) == NEW_TOKENS * len(prompts)
+    # transformers in bfloat16: 0.013, 0.041, 0.015 on average and 0.05, 0.21, 0.09 at most
+    assert statistics.mean(apart) < (0.05 if name == ROUNDED else 0.02)
+    assert max(apart) < (0.25 if name == ROUNDED else 0.15)
 
 
 @ON_THE_FIRST
@@ -292,7 +305,7 @@ def small_pages(monkeypatch):
     return dict(enforce_eager=True, block_size=32)
 
 
-@pytest.mark.parametrize("name", ["hybrid", CONVERTED, "no kept heads, llama3 RoPE", "mixers alone"])
+@pytest.mark.parametrize("name", ["hybrid", CONVERTED, *FEW_BITS[:-1], "no kept heads, llama3 RoPE", "mixers alone"])
 def test_slots_lie_in_as_many_pages_as_they_need(name, engine, models, prompts, small_pages):
     """A request leaves a part of its last page empty alone; without kept heads and attention it has one page."""
     from recipes.serving.pages import HeadPages, SlotPage, bytes_of
@@ -305,12 +318,41 @@ def test_slots_lie_in_as_many_pages_as_they_need(name, engine, models, prompts, 
     pages = [layer for layer in layers if isinstance(layer, SlotPage)]
     slots = sum(bytes_of(layer.sizes) for layer in layers if isinstance(layer, SlotLayer))
     assert (len(pages) - 1) * size < slots <= len(pages) * size
-    assert (len(pages) == 1) == (name not in ("hybrid", CONVERTED))
-    attention = {"hybrid": 1}.get(name, 0)
+    with_rows = name in ("hybrid", CONVERTED, *FEW_BITS)
+    assert (len(pages) == 1) != with_rows
+    attention = name in ("hybrid", "few bits beside sliding windows")  # of vLLM's own, in one layer
     heads = sum(isinstance(layer, HeadPages) for layer in layers)
-    assert heads == (name in ("hybrid", CONVERTED))
+    assert heads == with_rows
     assert sum(len(group.layer_names) for group in config.kv_cache_groups) == len(pages) + heads + attention
-    assert_equal(greedy(llm, prompts), expected(models, name))
+    if name not in FEW_BITS:
+        assert_equal(greedy(llm, prompts), expected(models, name))
+
+
+def test_rows_of_kept_heads_fill_a_page_of_attention():
+    """But for what is less than they take again; without attention of vLLM's own a page is a block of rows."""
+    from recipes.serving.pages import LEAST, Sizing
+
+    few = Sizing(slots=10**6, keys=200, values=144, unit=512)
+    assert (few.page(16), few.rows(16)) == (LEAST, 64)
+    many = Sizing(slots=10**6, keys=1122, values=612, unit=768)
+    assert (many.page(128), many.rows(128)) == (3 * 128 * 768, 128)
+    for sizing in (few, many):
+        assert sizing.page(16) / 2 < sizing.rows(16) * (sizing.keys + sizing.values) <= sizing.page(16)
+    alone = few._replace(unit=0)
+    assert (alone.page(128), alone.rows(128)) == (128 * 344, 128)
+
+
+def test_prompts_are_read_in_parts_where_scores_are_in_memory(monkeypatch):
+    """A cap, which no fused function has: the same attention, behind earlier tokens and without."""
+    from recipes.serving import slots
+
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(2, 4, 37, 8), torch.randn(2, 2, 90, 8), torch.randn(2, 2, 90, 8)
+    whole = slots.attend_causally(query, keys, values, 0.3, 2.0)
+    first = slots.attend_causally(query, keys[:, :, :37], values[:, :, :37], 0.3, 2.0)
+    monkeypatch.setattr(slots, "SCORES", 2 * 4 * 90 * 5)
+    torch.testing.assert_close(slots.attend_causally(query, keys, values, 0.3, 2.0), whole)
+    torch.testing.assert_close(slots.attend_causally(query, keys[:, :, :37], values[:, :, :37], 0.3, 2.0), first)
 
 
 @pytest.mark.parametrize("name", ["hybrid", "no kept heads, llama3 RoPE", "mixers alone"])
