@@ -141,13 +141,14 @@ def attend_to_pages(query, pages, firsts, kv_heads, table, lengths, block, scali
     from modeling_llamba.kernels.softmax import hiding
     from modeling_llamba.kernels.torch_backend import TorchBackend
 
+    hidden = torch.arange(table.shape[1] * block) >= lengths[:, None]
     held = []
     for rounding, first in zip(roundings, firsts, strict=True):
         width = rounding.width(query.dtype)
         rows = pages[:, first : first + block * kv_heads * width].unflatten(1, (block, kv_heads, width))[table.long()]
-        rows = rows.flatten(1, 2).transpose(1, 2).contiguous()
+        # vLLM's second runner leaves pages of other requests in the table, behind a request's own
+        rows = rows.flatten(1, 2).transpose(1, 2).masked_fill(hidden[:, None, :, None], 0)
         held.append(rows if rounding.rounds else rows.view(query.dtype))
-    hidden = torch.arange(held[0].shape[2]) >= lengths[:, None]
     return TorchBackend().attend_to_rows(
         query, *held, roundings, hiding(hidden, query.dtype), scaling, softcap or None
     )
