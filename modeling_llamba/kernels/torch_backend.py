@@ -29,7 +29,7 @@ class TorchBackend:
     """All operations, on every device."""
 
     attends_to_pages = False
-    """True where `attend_to_pages` attends to rows in pages (triton/triton_rows.py)."""
+    """True where `attend_to_pages` attends to rows in pages (triton/triton_rows.py, c/c_functions.py)."""
 
     def computes(self, dtype: torch.dtype) -> bool:
         """Return True if the operations take numbers of this type."""

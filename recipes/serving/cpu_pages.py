@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.kernels.backend import backend_for
-from modeling_llamba.kernels.c.c_library import SPAN, TYPES, Layer, int64s, library, pointer
+from modeling_llamba.kernels.c.c_functions import in_c
+from modeling_llamba.kernels.c.c_library import Layer, int64s, library, pointer
 
 PAGES = Path(__file__).parent / "pages.c"
 """Source of the functions."""
@@ -27,12 +27,6 @@ def runs_in_c(like: torch.Tensor, dtype: torch.dtype, setting: str) -> bool:
         like: a tensor on the device. dtype: the model's. setting: `backend` of the configuration.
     """
     return backend_for(like, setting, dtype).compiled(PAGES) is not None
-
-
-def _rounding(rounding: Rounding, dtype: torch.dtype, rows: int) -> ctypes.Array:
-    """Bits, groups and bytes from one row to the next, between which other heads' may lie."""
-    bits, groups = (rounding.bits, rounding.groups) if rounding.rounds else (TYPES[dtype], 0)
-    return (ctypes.c_int * 3)(bits, groups, rows * rounding.width(dtype))
 
 
 class SlotStep:
@@ -53,7 +47,7 @@ class SlotStep:
             K, R, P, P - 2 * (planes - slow_planes), shape.places + shape.window, shape.block, shape.sinks,
             shape.places, planes, slow_planes, attention.scaling, attention.softcap or 0.0,
         )  # fmt: skip
-        self.roundings = [_rounding(rounding, dtype, 1) for rounding in (shape.key_rounding, shape.value_rounding)]
+        self.roundings = [in_c(rounding, dtype, 1) for rounding in (shape.key_rounding, shape.value_rounding)]
         layer = self.layer
         of_column = 4 + sum(rounding[2] for rounding in self.roundings)
         self.room = 4 * (P + 1) * (layer.N + 1) + layer.T * of_column + 3 & ~3
@@ -89,50 +83,3 @@ class SlotStep:
             ctypes.c_int64(self.room), torch.get_num_threads(),
         )  # fmt: skip
         return output.to(dtype), features.to(dtype)
-
-
-class HeadStep:
-    """One token of a layer's kept heads, in pages.
-
-    Args:
-        rows: of these heads.
-    """
-
-    def __init__(self, rows, scaling: float, softcap: float | None, dtype: torch.dtype):
-        self.rows = rows
-        self.scores = scaling, softcap or 0.0
-        self.to_write = [_rounding(rounding, dtype, 1) for rounding in rows.roundings]
-        self.to_read = [_rounding(rounding, dtype, rows.heads) for rounding in rows.roundings]
-        self.firsts = [region.start for region in rows.regions]
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, longest: int
-    ) -> torch.Tensor:
-        """Outputs (B, H, P) of queries (B, H, P) whose keys and values (B, K, P) are written into their places.
-
-        Args:
-            lengths: (B,), the tokens of each request with this one. longest: the most of them.
-        """
-        memory, block = self.rows.memory.memory, self.rows.memory.heads.block
-        table, places, _ = self.rows.metadata
-        batch, heads, P = query.shape
-        K = self.rows.heads
-        size = memory.shape[1]
-        threads = torch.get_num_threads()
-        parts = 1 if threads == 1 else min(-(-longest // SPAN), 2 * threads)
-        queries, *new = (t.float().contiguous() for t in (query, key, value))
-        kernels = library(PAGES)
-        for first, vectors, rounding in zip(self.firsts, new, self.to_write, strict=True):
-            kernels.write_heads(
-                pointer(memory), ctypes.c_int64(size), ctypes.c_int64(first), block, pointer(places),
-                pointer(vectors), rounding, batch, K, P,
-            )  # fmt: skip
-        strides = int64s(size, self.to_write[0][2], size, self.to_write[1][2])
-        output = torch.empty_like(queries)
-        scratch = queries.new_empty(batch * K * parts, heads // K, P + 2)
-        kernels.attend_to_rows(
-            pointer(queries), *(pointer(memory, first) for first in self.firsts), strides, *self.to_read,
-            pointer(table), table.stride(0), block, pointer(lengths), None, pointer(output), pointer(scratch),
-            batch, K, heads // K, P, longest, parts, *map(ctypes.c_float, self.scores), threads,
-        )  # fmt: skip
-        return output.to(query.dtype)

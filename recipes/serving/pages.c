@@ -97,15 +97,3 @@ void step_in_slots(uint8_t *memory, int64_t size, const int64_t *rows, int pages
         }
     }
 }
-
-/* Write rows of vectors (B, K, P) into their places of pages, from byte `first` of each. */
-void write_heads(uint8_t *memory, int64_t size, int64_t first, int block, const int64_t *places, const float *vectors,
-                 const int *rounding, int B, int K, int P)
-{
-    Rounding one = {rounding[0], rounding[1], rounding[2]};
-    for (int n = 0; n < B * K; n++) {
-        int64_t place = places[n / K];
-        uint8_t *of_page = memory + place / block * size + first;
-        encode(vectors + (int64_t)n * P, of_page + (place % block * K + n % K) * one.step, P, one);
-    }
-}

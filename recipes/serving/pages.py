@@ -38,7 +38,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from modeling_llamba.hybrid.eviction import BlockShape, Held, NewTokens
 from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.kernels.backend import backend_for
-from modeling_llamba.kernels.softmax import hiding
 
 Slots = dict[str, torch.Tensor]
 """The tensors of some requests' slots, (B, ...) each."""
@@ -211,15 +210,14 @@ class SlotMetadata(BaseMambaAttentionMetadata):
     """vLLM's, and what would have to be asked of a device.
 
     prompts: the span of each prompt. decoding: tokens before the next one of each request that decodes. opening: by
-    width of the window, which of these requests open a block, or None; rows: those of memory; lengths: what
-    `decoding_lengths` returns. All three are made by the first layer that asks.
+    width of the window, which of these requests open a block, or None; rows: those of memory. Both are made by the
+    first layer that asks.
     """
 
     prompts: list[Span] = field(default_factory=list)
     decoding: list[int] = field(default_factory=list)
     opening: dict[int, torch.Tensor | None] = field(default_factory=dict, init=False)
     rows: dict[bool, torch.Tensor] = field(default_factory=dict, init=False)
-    lengths: tuple[int, torch.Tensor | None, torch.Tensor | None] | None = field(default=None, init=False)
 
     def pages(self, decode: bool) -> torch.Tensor:
         """The page of each request that decodes, or of each prompt, (B,)."""
@@ -237,34 +235,12 @@ class SlotMetadata(BaseMambaAttentionMetadata):
         """Prompts that are one batch without padding."""
         return together(self.prompts, ragged=False)
 
-    def decoding_lengths(
-        self, block: int, own: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-        """Tokens of the longest request that decodes, and where others are shorter the pages of each (B,) with so many
-        tokens, and a bias (B, tokens) of this type that hides what is not theirs.
-
-        Args:
-            own: (B,), tokens of each request.
-        """
-        if self.lengths is None:
-            longest, pages, bias = max(self.decoding) + 1, None, None
-            if min(self.decoding) + 1 < longest:
-                pages = (own + block - 1) // block
-                bias = hiding(torch.arange(longest, device=own.device) >= own[:, None], dtype)
-            self.lengths = longest, pages, bias
-        return self.lengths
-
-    def of_prompts(
-        self, batch: list[int], block: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Numbers of the requests (B,) with these prompts, and the pages of each, None where all are as long."""
-        lengths = [self.prompts[i].length for i in batch]
-        pages = None
-        if min(lengths) < max(lengths):
-            pages = [-(-(self.prompts[i].seen + self.prompts[i].length) // block) for i in batch]
-            pages = async_tensor_h2d(pages, dtype=torch.long, device=device)
+    def of_prompts(self, batch: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Numbers of the requests (B,) with these prompts, and the tokens of each, None where all are as long."""
+        ends = [self.prompts[i].seen + self.prompts[i].length for i in batch]
+        lengths = async_tensor_h2d(ends, dtype=torch.long, device=device) if min(ends) < max(ends) else None
         requests = [self.num_decodes + i for i in batch]
-        return async_tensor_h2d(requests, dtype=torch.long, device=device), pages
+        return async_tensor_h2d(requests, dtype=torch.long, device=device), lengths
 
     def opening_rows(self, shape: BlockShape, device: torch.device) -> torch.Tensor | None:
         """Rows of those that decode in which a block is to be opened, if any."""
@@ -491,6 +467,7 @@ class HeadRows:
         ends = [first]
         for rounding in roundings:
             ends.append(ends[-1] + memory.heads.block * heads * rounding.width(dtype))
+        self.firsts = tuple(ends[:2])
         self.regions = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
 
     @property
@@ -498,35 +475,34 @@ class HeadRows:
         """Metadata of the present step: where its requests' rows are."""
         return get_forward_context().attn_metadata[self.memory.heads.prefix]
 
-    def write(self, tokens: slice, *rows: torch.Tensor) -> None:
-        """Put the rows of tokens of the step, (L, K, .) of keys and of values, into their places."""
+    def write(self, *rows: torch.Tensor) -> None:
+        """Put the rows of the step's tokens, (1, K, L, .) of keys and of values, into their places."""
         block = self.memory.heads.block
         # requests that fill up a graph have no places, and may write to vLLM's page of none
-        places = self.metadata.places[tokens].clamp(min=0)
+        places = self.metadata.places.clamp(min=0)
         page, place = places // block, places % block
         for new, region in zip(rows, self.regions, strict=True):
             of_tokens = self.memory.memory[:, region].unflatten(1, (block, -1))
-            of_tokens[page, place] = new.flatten(1).view(torch.uint8)
+            of_tokens[page, place] = new[0, :, : len(places)].transpose(0, 1).flatten(1).view(torch.uint8)
 
-    def read(
-        self, requests: torch.Tensor | slice, length: int, pages: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
+    def read(self, requests: torch.Tensor | slice, length: int, lengths: torch.Tensor | None) -> list[torch.Tensor]:
         """Rows (B, K, length, .) of keys and of values of some requests.
 
         Args:
-            pages: (B,), the number of pages of each where some have less than others; what is read behind them is
-                another of their own.
+            lengths: (B,), the tokens of each where some have less than others. What is read behind them is zero: it
+                may be another request's, which is no number in this type.
         """
         block = self.memory.heads.block
         table = self.metadata.table[requests, : -(-length // block)]
-        if pages is not None:
-            number = torch.arange(table.shape[1], device=table.device)
-            table = table.gather(1, torch.minimum(number, pages[:, None] - 1))
         found = []
         for dtype, region in zip(self.types, self.regions, strict=True):
             words = self.memory.words[:, region.start // 8 : region.stop // 8].index_select(0, table.flatten())
             rows = words.view(dtype).view(len(table), table.shape[1] * block, self.heads, -1)
-            found.append(rows[:, :length].transpose(1, 2))
+            rows = rows[:, :length].transpose(1, 2)
+            if lengths is not None:
+                behind = torch.arange(length, device=rows.device) >= lengths[:, None]
+                rows = rows.masked_fill(behind[:, None, :, None], 0)
+            found.append(rows)
         return found
 
 

@@ -28,11 +28,11 @@ from modeling_llamba.hybrid.inputs import HybridInputs, Projected
 from modeling_llamba.hybrid.prompt import read_prompt
 from modeling_llamba.hybrid.rounding import WHOLE, Rounding
 from modeling_llamba.kernels.backend import backend_for
-from modeling_llamba.kernels.softmax import attend, causal_attend, merged
+from modeling_llamba.kernels.softmax import attend, causal_attend, hiding, merged
 from modeling_llamba.model.attention import SoftmaxAttention, TeacherAttention
 from modeling_llamba.model.rotary import Rotary
 
-from .cpu_pages import HeadStep, SlotStep, runs_in_c
+from .cpu_pages import SlotStep, runs_in_c
 from .pages import HeadRows, RequestMemory, SlotMetadata, Slots, Span, batched, bytes_of
 
 
@@ -367,45 +367,25 @@ class KeptHeads:
         self.rows = rows
         self.memory = memory
         self.setting = attention.config.backend
-        self.shared = attention.num_key_value_groups
         self.scores = attention.scaling, attention.softcap
-        self.step: HeadStep | None = None
-        memory.layers.append(self)
-
-    def ready(self) -> None:
-        """Find the function in C for a step if it runs here."""
-        if runs_in_c(self.memory.memory, self.memory.dtype, self.setting):
-            self.step = HeadStep(self.rows, *self.scores, self.memory.dtype)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention (1, L, heads, P) of queries (1, L, heads, P), whose keys and values (1, L, K, P) are written into
         their places first."""
         rows, metadata = self.rows, self.memory.metadata()
-        output = torch.zeros_like(query)
-
-        def encoded(which: slice) -> list[torch.Tensor]:
-            pairs = zip(rows.roundings, (key, value), strict=True)
-            return [rounding.encode(t[:, which].transpose(1, 2)).transpose(1, 2) for rounding, t in pairs]
-
+        pairs = zip(rows.roundings, (key, value), strict=True)
+        own = [rounding.encode(t.transpose(1, 2)) for rounding, t in pairs]
         if metadata is None:  # vLLM measures memory
-            return self._attend_prompts(query, *(t.transpose(1, 2) for t in encoded(slice(None))))
+            return self._attend_prompts(query, *own)
+        rows.write(*own)
+        output = torch.zeros_like(query)
         decodes = metadata.num_decodes
-        of_step = slice(decodes if self.step is not None else 0)
-        others = slice(of_step.stop, None)
-        if others.start < query.shape[1]:
-            rows.write(others, *(t[0] for t in encoded(others)))
-        # a request that fills up a graph attends to one token, since there is no softmax of none
-        lengths = rows.metadata.lengths[:decodes].long().clamp(min=1)
-        if of_step.stop:
-            of_tokens = (t[0, of_step] for t in (query, key, value))
-            output[0, of_step] = self.step(*of_tokens, lengths, max(metadata.decoding) + 1)
-        elif decodes:
-            output[0, :decodes] = self._attend_decoding(metadata, query[0, :decodes], lengths)
+        if decodes:
+            output[0, :decodes] = self._attend_decoding(metadata, query[0, :decodes, :, None])[:, 0]
         for batch in metadata.ragged_batches:
             spans = [metadata.prompts[i] for i in batch]
-            seen, longest = spans[0].seen, spans[0].length
-            requests, pages = metadata.of_prompts(batch, self.memory.heads.block, query.device)
-            held = rows.read(requests, seen + longest, pages)
+            requests, lengths = metadata.of_prompts(batch, query.device)
+            held = rows.read(requests, spans[0].seen + spans[0].length, lengths)
             found = self._attend_prompts(batched(query, spans, 0.0), *held)
             for mixed, span in zip(found, spans, strict=True):
                 output[0, span.start : span.stop] = mixed[: span.length]
@@ -419,23 +399,25 @@ class KeptHeads:
         found = attend_causally(of_keys.rotate(query.transpose(1, 2)), *held, *self.scores)
         return of_values.rotate(found.transpose(1, 2))
 
-    def _attend_decoding(self, metadata: SlotMetadata, query: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Attention (B, heads, P) of a token of each request (B, heads, P) to the `lengths` (B,) tokens of each."""
+    def _attend_decoding(self, metadata: SlotMetadata, query: torch.Tensor) -> torch.Tensor:
+        """Attention (B, 1, heads, P) of a token of each request (B, heads, 1, P)."""
         rows = self.rows
-        backend = backend_for(query, self.setting)
-        block = self.memory.heads.block
-        query = query[:, :, None]
+        requests = slice(len(query))
+        # a request that fills up a graph attends to one token, since there is no softmax of none
+        lengths = rows.metadata.lengths[requests].long().clamp(min=1)
         scaling, softcap = self.scores
+        backend = backend_for(query, self.setting)
         if backend.attends_to_pages:
-            firsts = tuple(region.start for region in rows.regions)
-            table = rows.metadata.table[: len(query)]
+            table = rows.metadata.table[requests], lengths, rows.memory.heads.block
+            scores = scaling, softcap or 0.0
             return backend.attend_to_pages(
-                query, self.memory.memory, firsts, rows.heads, table, lengths, block, scaling, softcap or 0.0,
-                rows.roundings,
-            )[:, 0]  # fmt: skip
-        longest, pages, bias = metadata.decoding_lengths(block, lengths, query.dtype)
-        held = rows.read(slice(len(query)), longest, pages)
-        return backend.attend_to_rows(query, *held, rows.roundings, bias, scaling, softcap)[:, 0]
+                query, self.memory.memory, rows.firsts, rows.heads, *table, *scores, rows.roundings
+            )
+        longest = max(metadata.decoding) + 1
+        bias = hiding(torch.arange(longest, device=query.device) >= lengths[:, None], query.dtype)
+        return backend.attend_to_rows(
+            query, *rows.read(requests, longest, lengths), rows.roundings, bias, *self.scores
+        )
 
 
 class RoundedAttention:

@@ -96,6 +96,39 @@ def attention_to_rows(query, rows, bits, bias, scale, softcap):
     return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
+def attention_to_pages(attend_to_pages, bits, dtype, device):
+    """What a function returns for requests of several lengths, whose pages lie in any order, and the expected.
+
+    What is in no request's rows is 255 in every byte, which is no number in 16 and 32 bits.
+    """
+    dim, shared, kv_heads, block, lengths = 64, 3, 2, 16, [1, 16, 77, 300]
+    roundings = Rounding.of_pair(list(bits), dim)
+    most = -(-max(lengths) // block)
+    table = torch.randperm(len(lengths) * most, device=device).view(len(lengths), most) + 1
+    widths = [rounding.width(dtype) for rounding in roundings]
+    first = 32
+    ends = [first + block * kv_heads * sum(widths[:i]) for i in range(3)]
+    pages = torch.full((table.numel() + 1, ends[2] + 16), 255, dtype=torch.uint8, device=device)
+    query = torch.randn(len(lengths), kv_heads * shared, 1, dim, device=device).to(dtype)
+    rows = []
+    for rounding, start, end in zip(roundings, ends, ends[1:], strict=False):
+        vectors = torch.randn(len(lengths), kv_heads, max(lengths), dim, device=device).to(dtype)
+        rows.append(rounding.encode(vectors).contiguous() if rounding.rounds else vectors)
+        in_bytes = rows[-1].transpose(1, 2).contiguous().flatten(2).view(torch.uint8)
+        for b, length in enumerate(lengths):
+            for t in range(length):
+                place = pages[table[b, t // block], start:end].view(block, -1)
+                place[t % block] = in_bytes[b, t]
+    scale = 2 * dim**-0.5
+    output = attend_to_pages(
+        query, pages, tuple(ends[:2]), kv_heads, table, torch.tensor(lengths, device=device), block, scale, 0.0,
+        roundings,
+    )  # fmt: skip
+    hidden = torch.arange(max(lengths), device=device) >= torch.tensor(lengths, device=device)[:, None]
+    bias = torch.zeros(hidden.shape, device=device).masked_fill(hidden, -torch.inf)
+    return output, attention_to_rows(query, rows, bits, bias, scale, None)
+
+
 def rows_in_room(t, rounding, room=40):
     """Rows (B, K, T, W) as a cache holds them that grows in place: a part of more."""
     rows = rounding.encode(t)

@@ -7,7 +7,7 @@ import torch
 
 import modeling_llamba.kernels.triton.triton_rows as kernel
 from modeling_llamba.hybrid.rounding import Rounding
-from tests.helpers.hybrid_step import attention_to_rows, relative_error, rows_in_room
+from tests.helpers.hybrid_step import attention_to_pages, attention_to_rows, relative_error, rows_in_room
 from tests.kernels.conftest import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.gpu]
@@ -62,38 +62,5 @@ def test_rows_in_pages(monkeypatch, bits, dtype):
     """Of requests of several lengths, whose pages lie in any order; what is in pages of none is never read."""
     monkeypatch.setattr(kernel, "SPAN", 64)
     monkeypatch.setattr(kernel, "MOST_PARTS", 8)
-    dim, shared, kv_heads, block, lengths = 64, 3, 2, 16, [1, 16, 77, 300]
-    roundings = Rounding.of_pair(list(bits), dim)
-    most = -(-max(lengths) // block)
-    table = torch.randperm(len(lengths) * most, device=DEVICE).view(len(lengths), most) + 1
-    widths = [rounding.width(dtype) for rounding in roundings]
-    first = 32
-    ends = [first + block * kv_heads * sum(widths[:i]) for i in range(3)]
-    pages = torch.full((table.numel() + 1, ends[2] + 16), 255, dtype=torch.uint8, device=DEVICE)
-    query = torch.randn(len(lengths), kv_heads * shared, 1, dim, device=DEVICE).to(dtype)
-    rows = []
-    for rounding, start, end in zip(roundings, ends, ends[1:], strict=False):
-        vectors = torch.randn(len(lengths), kv_heads, max(lengths), dim, device=DEVICE).to(dtype)
-        rows.append(rounding.encode(vectors).contiguous() if rounding.rounds else vectors)
-        in_bytes = rows[-1].transpose(1, 2).contiguous().flatten(2).view(torch.uint8)
-        for b, length in enumerate(lengths):
-            for t in range(length):
-                place = pages[table[b, t // block], start:end].view(block, -1)
-                place[t % block] = in_bytes[b, t]
-    scale = 2 * dim**-0.5
-    output = kernel.attend_to_pages(
-        query,
-        pages,
-        tuple(ends[:2]),
-        kv_heads,
-        table,
-        torch.tensor(lengths, device=DEVICE),
-        block,
-        scale,
-        0.0,
-        roundings,
-    )
-    hidden = torch.arange(max(lengths), device=DEVICE) >= torch.tensor(lengths, device=DEVICE)[:, None]
-    bias = torch.zeros(hidden.shape, device=DEVICE).masked_fill(hidden, -torch.inf)
-    expected = attention_to_rows(query, rows, bits, bias, scale, None)
+    output, expected = attention_to_pages(kernel.attend_to_pages, bits, dtype, DEVICE)
     assert relative_error(output, expected) < (1e-6 if dtype == torch.float32 else 5e-3)

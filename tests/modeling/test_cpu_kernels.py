@@ -20,6 +20,7 @@ from modeling_llamba.model.cache import new_cache
 from modeling_llamba.model.config_values import CACHE_BITS
 from tests.helpers.hybrid_step import (
     HIDDEN,
+    attention_to_pages,
     attention_to_rows,
     in_parts,
     make_layer,
@@ -103,6 +104,16 @@ def check_attention_to_rows(bits, case, dtype):
     expected = attention_to_rows(query, rows, bits, bias, scale, softcap)
     assert output.dtype == dtype
     assert output.shape == expected.shape
+    assert relative_error(output, expected) < (2e-6 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@torch.no_grad()
+def test_one_token_attends_to_rows_in_pages(bits, dtype, threads):
+    output, expected = attention_to_pages(c_functions.attend_to_pages, bits, dtype, "cpu")
+    assert output.dtype == dtype
     assert relative_error(output, expected) < (2e-6 if dtype == torch.float32 else 5e-3)
 
 

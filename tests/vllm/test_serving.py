@@ -74,17 +74,18 @@ def test_the_model_runner_is_the_one_that_was_asked_for(engine):
 def test_tokens_in_c_and_by_pytorch(backend, engine, models, prompts, monkeypatch):
     """The former where nothing else is asked for, the latter where C does not run."""
     from modeling_llamba.kernels.backend import BACKEND_VARIABLE
-    from recipes.serving.cpu_pages import HeadStep, SlotStep
+    from modeling_llamba.kernels.c.c_backend import CBackend
+    from recipes.serving.cpu_pages import SlotStep
 
     called = []
-    for step in (SlotStep, HeadStep):
-        call = step.__call__
-        counted = lambda self, *inputs, call=call: called.append(type(self)) or call(self, *inputs)  # noqa: E731
-        monkeypatch.setattr(step, "__call__", counted)
+    for owner, name in ((SlotStep, "__call__"), (CBackend, "attend_to_pages")):
+        call = getattr(owner, name)
+        counted = lambda *inputs, name=name, call=call: called.append(name) or call(*inputs)  # noqa: E731
+        monkeypatch.setattr(owner, name, staticmethod(counted) if name == "attend_to_pages" else counted)
     if backend != "auto":
         monkeypatch.setenv(BACKEND_VARIABLE, backend)
     assert_equal(greedy(engine(CONVERTED, **IN_PIECES), prompts), expected(models, CONVERTED))
-    assert set(called) == ({SlotStep, HeadStep} if backend == "auto" else set())
+    assert set(called) == ({"__call__", "attend_to_pages"} if backend == "auto" else set())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ def make_backend() -> "CBackend | None":
 class CBackend(TorchBackend):
     """Operations in C, in float32; those that pass gradients or are traced are PyTorch's."""
 
+    attends_to_pages = True
+    attend_to_pages = staticmethod(functions.attend_to_pages)
+
     def computes(self, dtype: torch.dtype) -> bool:
         """Return True if the functions read numbers of this type."""
         return dtype in TYPES

@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from ...hybrid.rounding import width_of
+from ...hybrid.rounding import Rounding, width_of
 from ..operators import as_operator
 from .c_library import SPAN, TYPES, Layer, int64s, ints, library, pointer
 
@@ -90,24 +90,63 @@ def attend_to_rows(
         bias: (B, T), to be added to the scores, -inf where a column is hidden; None where none is.
         scale, softcap: of the scores, softcap 0 for none.
     """
-    batch, heads, _, P = query.shape
+    P = query.shape[3]
     kv_heads, columns = keys.shape[1:3]
+    keys, values = (_readable(t) for t in (keys, values))
+    keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (keys, values))
+    bias = None if bias is None else bias.float().contiguous()
+    strides = [stride * t.element_size() for t in (keys, values) for stride in t.stride()[:2]]
+    rows = (
+        pointer(keys),
+        pointer(values),
+        int64s(*strides),
+        _rows_of(keys, key_bits, P),
+        _rows_of(values, value_bits, P),
+    )
+    return _attend(query, rows, (None, 0, columns, None, pointer(bias)), kv_heads, columns, scale, softcap)
+
+
+def _attend(query: torch.Tensor, rows: tuple, places: tuple, kv_heads: int, columns: int, scale, softcap):
+    """Call the function; rows and places are arguments of its own."""
+    batch, heads, _, P = query.shape
     shared = heads // kv_heads
     threads = torch.get_num_threads()
     parts = 1 if threads == 1 else min(-(-columns // SPAN), 2 * threads)
-    keys, values = (_readable(t) for t in (keys, values))
-    keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (keys, values))
     queries = query.float().contiguous()
-    bias = None if bias is None else bias.float().contiguous()
-    strides = [stride * t.element_size() for t in (keys, values) for stride in t.stride()[:2]]
     output = queries.new_empty(batch, 1, heads, P)
     scratch = queries.new_empty(batch * kv_heads * parts, shared, P + 2)
     library().attend_to_rows(
-        pointer(queries), pointer(keys), pointer(values), int64s(*strides), _rows_of(keys, key_bits, P),
-        _rows_of(values, value_bits, P), None, 0, columns, None, pointer(bias), pointer(output), pointer(scratch),
-        batch, kv_heads, shared, P, columns, parts, ctypes.c_float(scale), ctypes.c_float(softcap), threads,
+        pointer(queries), *rows, *places, pointer(output), pointer(scratch), batch, kv_heads, shared, P, columns,
+        parts, ctypes.c_float(scale), ctypes.c_float(softcap), threads,
     )  # fmt: skip
     return output.to(query.dtype)
+
+
+def attend_to_pages(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    firsts: tuple[int, int],
+    kv_heads: int,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    block: int,
+    scale: float,
+    softcap: float,
+    roundings: tuple[Rounding, Rounding],
+) -> torch.Tensor:
+    """Outputs (B, 1, H, P) of attention of queries (B, H, 1, P) to rows in pages.
+
+    Args:
+        pages: (pages, bytes), in each the rows (`block`, K, W) of keys from byte `firsts[0]` on, and of values from
+            byte `firsts[1]` on. table: (B, most pages), those of each row of the batch. lengths: (B,), its tokens.
+    """
+    table, lengths = table.int(), lengths.long().contiguous()
+    widths = [rounding.width(query.dtype) for rounding in roundings]
+    strides = int64s(pages.shape[1], widths[0], pages.shape[1], widths[1])
+    of_rows = (in_c(rounding, query.dtype, kv_heads) for rounding in roundings)
+    rows = *(pointer(pages, first) for first in firsts), strides, *of_rows
+    places = pointer(table), table.stride(0), block, pointer(lengths), None
+    return _attend(query, rows, places, kv_heads, int(lengths.max()), scale, softcap)
 
 
 @attend_to_rows.register_fake
@@ -211,6 +250,12 @@ def _rows_of(t: torch.Tensor, bits: int, dim: int) -> ctypes.Array:
     if t.dtype != torch.uint8:
         return ints(TYPES[t.dtype], 0, step)
     return ints(bits, (t.shape[-1] - dim * bits // 8) // torch.float16.itemsize, step)
+
+
+def in_c(rounding: Rounding, dtype: torch.dtype, heads: int) -> ctypes.Array:
+    """Bits, groups and bytes from one row to the next of rows (T, heads, W), where the model's type is `dtype`."""
+    bits, groups = (rounding.bits, rounding.groups) if rounding.rounds else (TYPES[dtype], 0)
+    return ints(bits, groups, heads * rounding.width(dtype))
 
 
 def choose_columns(
