@@ -366,7 +366,7 @@ class SlotPage(MambaBase):
 
 
 class HeadMetadata(NamedTuple):
-    """Where rows of a step's requests are.
+    """Places of the rows of a step's requests.
 
     table: (requests, most pages), the pages of each. places: (L,), the number of each token's place. lengths:
     (requests,), the tokens of each with those of the step; 0 of requests that fill up a graph.

@@ -8,7 +8,7 @@ layer holds the tensors of `Held`, from which the layer's own `prompt` and `step
 of all tokens into their pages, and attend to what they then read from there.
 
 Shapes: B batch (requests), L length, H' heads with a window, K key/value heads, P head dim, E block, S places, T
-columns.
+columns, W bytes of a row.
 """
 
 from itertools import accumulate
