@@ -3,7 +3,7 @@
 PyTorch's operations copy a slot out of its pages and back, by dozens of calls a layer, which takes ten times as long
 as what they compute. The functions of pages.c are those of modeling_llamba/kernels/c around the same arithmetic.
 
-Shapes: B batch (requests), H heads, H' heads with a window, K key/value heads, R heads per key/value head, P head dim,
+Shapes: B batch (requests), H' heads with a window, K key/value heads, R heads per key/value head, P head dim,
 T columns.
 """
 

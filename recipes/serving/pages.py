@@ -148,17 +148,14 @@ class Sizing(NamedTuple):
         return aligned(of_heads or self.slots)
 
     def block(self, least: int) -> int:
-        """Tokens of a block, a multiple of `least`: so many that the slots take no more than MOST_PAGES."""
+        """Tokens of a block, a multiple of `least`: so many that vLLM's own attention fills a page of LEAST, or else that
+        the slots take no more than MOST_PAGES."""
         per_token = self.keys + self.values
-        if self.unit or not per_token:
+        if self.unit:
+            return least * -(-LEAST // (self.unit * least))
+        if not per_token:
             return least
         return least * max(-(-self.slots // (MOST_PAGES * per_token * least)), 1)
-
-    def rows(self, block: int) -> int:
-        """Tokens whose rows of kept heads are a page, where so many tokens are a block: as many blocks as fit, a power
-        of two, so that few tokens are a multiple of this and of attention's own blocks."""
-        fitting = self.page(block) // ((self.keys + self.values) * block)
-        return block * 2 ** (fitting.bit_length() - 1)
 
 
 PADDED = 1.25
@@ -176,6 +173,11 @@ class Span(NamedTuple):
     def length(self) -> int:
         """Number of tokens."""
         return self.stop - self.start
+
+    @property
+    def stop_in_request(self) -> int:
+        """Number of the request's tokens up to the last of these."""
+        return self.seen + self.length
 
 
 def together(spans: list[Span], ragged: bool) -> list[list[int]]:
@@ -237,7 +239,7 @@ class SlotMetadata(BaseMambaAttentionMetadata):
 
     def of_prompts(self, batch: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Numbers of the requests (B,) with these prompts, and the tokens of each, None where all are as long."""
-        ends = [self.prompts[i].seen + self.prompts[i].length for i in batch]
+        ends = [self.prompts[i].stop_in_request for i in batch]
         lengths = async_tensor_h2d(ends, dtype=torch.long, device=device) if min(ends) < max(ends) else None
         requests = [self.num_decodes + i for i in batch]
         return async_tensor_h2d(requests, dtype=torch.long, device=device), lengths
@@ -251,7 +253,8 @@ class SlotMetadata(BaseMambaAttentionMetadata):
 
 
 def steps_in_graphs(vllm_config: VllmConfig) -> AttentionCGSupport:
-    """Steps of a token of each request, where nothing in them depends on the host: with kernels that read pages.
+    """Steps of a token of each request, where nothing in them depends on the host: with kernels that read pages, on a
+    GPU; on a CPU, where the functions in C do, vLLM records no steps.
 
     Prompts, of any lengths, are left out: graphs hold what lies between layers.
     """
@@ -425,15 +428,14 @@ class HeadPages(AttentionLayerBase):
         self.sizing = sizing
         self.bound = bound
         self.kv_cache = ()
-        self.page = sizing.page(vllm_config.cache_config.block_size)
-        self.block = sizing.rows(vllm_config.cache_config.block_size)
+        self.block = sizing.block(vllm_config.cache_config.block_size)
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
         """Rows of bytes, as if each were a key and a value."""
         return FullAttentionSpec(
             block_size=self.block, num_kv_heads=1, head_size=self.sizing.keys, head_size_v=self.sizing.values,
-            dtype=torch.uint8, page_size_padded=self.page,
+            dtype=torch.uint8, page_size_padded=self.sizing.page(self.block),
         )  # fmt: skip
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -519,7 +521,8 @@ class RequestMemory:
         self.dtype = vllm_config.model_config.dtype
         self.roundings = kept_roundings(vllm_config)
         sizing = Sizing.of(vllm_config)
-        size = sizing.page(vllm_config.cache_config.block_size)
+        # vLLM lengthens its blocks to these once the model is made
+        size = sizing.page(sizing.block(vllm_config.cache_config.block_size))
         self.memory = self.words = self.first_rows = None
         self.layers = []
         self.heads = None

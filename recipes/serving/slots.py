@@ -26,7 +26,7 @@ from modeling_llamba.hybrid.hybrid_attention import HybridAttention
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer
 from modeling_llamba.hybrid.inputs import HybridInputs, Projected
 from modeling_llamba.hybrid.prompt import read_prompt
-from modeling_llamba.hybrid.rounding import WHOLE, Rounding
+from modeling_llamba.hybrid.rounding import DECODED, WHOLE, Rounding
 from modeling_llamba.kernels.backend import backend_for
 from modeling_llamba.kernels.softmax import attend, causal_attend, hiding, merged
 from modeling_llamba.model.attention import SoftmaxAttention, TeacherAttention
@@ -383,21 +383,38 @@ class KeptHeads:
         if decodes:
             output[0, :decodes] = self._attend_decoding(metadata, query[0, :decodes, :, None])[:, 0]
         for batch in metadata.ragged_batches:
-            spans = [metadata.prompts[i] for i in batch]
-            requests, lengths = metadata.of_prompts(batch, query.device)
-            held = rows.read(requests, spans[0].seen + spans[0].length, lengths)
-            found = self._attend_prompts(batched(query, spans, 0.0), *held)
-            for mixed, span in zip(found, spans, strict=True):
-                output[0, span.start : span.stop] = mixed[: span.length]
+            longest = metadata.prompts[batch[0]].stop_in_request
+            at_once = max(DECODED // (longest * query.shape[3]), 1)
+            for first in range(0, len(batch), at_once):
+                self._read_prompts(metadata, batch[first : first + at_once], query, output)
         return output
+
+    def _read_prompts(
+        self, metadata: SlotMetadata, batch: list[int], query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Attention of prompts with these numbers, into their part of the output."""
+        spans = [metadata.prompts[i] for i in batch]
+        requests, lengths = metadata.of_prompts(batch, query.device)
+        held = self.rows.read(requests, spans[0].stop_in_request, lengths)
+        found = self._attend_prompts(batched(query, spans, 0.0), *held)
+        for mixed, span in zip(found, spans, strict=True):
+            output[0, span.start : span.stop] = mixed[: span.length]
 
     def _attend_prompts(self, query: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
         """Attention (B, L, heads, P) of prompts (B, L, heads, P) to rows (B, K, T, W), which end with their own."""
         of_keys, of_values = self.rows.roundings
-        pairs = zip(self.rows.roundings, of_rows, strict=True)
-        held = (rounding.decode(t, query.dtype, rotated=True) for rounding, t in pairs)
-        found = attend_causally(of_keys.rotate(query.transpose(1, 2)), *held, *self.scores)
-        return of_values.rotate(found.transpose(1, 2))
+        query = of_keys.rotate(query.transpose(1, 2))
+        batch, heads, columns = of_rows[0].shape[:3]
+        at_once = max(DECODED // (batch * columns * of_keys.dim), 1)
+        shared = query.shape[1] // heads
+        parts = []
+        for of_part, *rows in zip(
+            query.split(at_once * shared, 1), *(t.split(at_once, 1) for t in of_rows), strict=True
+        ):
+            pairs = zip(self.rows.roundings, rows, strict=True)
+            held = (rounding.decode(t, query.dtype, rotated=True) for rounding, t in pairs)
+            parts.append(attend_causally(of_part, *held, *self.scores))
+        return of_values.rotate(torch.cat(parts, dim=1).transpose(1, 2))
 
     def _attend_decoding(self, metadata: SlotMetadata, query: torch.Tensor) -> torch.Tensor:
         """Attention (B, 1, heads, P) of a token of each request (B, heads, 1, P)."""
@@ -421,10 +438,10 @@ class KeptHeads:
 
 
 class RoundedAttention:
-    """A layer of full attention whose heads are all kept, in vLLM's place for its own; `attention` does not round.
+    """A layer of full attention whose heads are all kept, where vLLM would have its own.
 
     Args:
-        attention: the layer.
+        attention: the layer, whose own rounding is turned off, since its rows round.
     """
 
     def __init__(
@@ -449,7 +466,8 @@ class RoundedAttention:
 
 
 SCORES = 2**26
-"""Scores in memory at most, where no fused function attends to earlier tokens: vLLM measures without these."""
+"""Scores that are computed at once, as far as those of one token are not more, where nothing fused attends: behind
+earlier tokens on a GPU, and with a cap. When vLLM measures memory, there are no earlier tokens."""
 
 
 def attend_causally(

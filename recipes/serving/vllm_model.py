@@ -27,6 +27,8 @@ from .slots import HybridSlots, MixerSlots, RoundedAttention
 
 LEAST_PACKED = 128
 """Rows and columns that vLLM's product with packed weights is for: one of 31 rows takes it 360 us, torch 7."""
+CACHE_TYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""What --kv-cache-dtype may be."""
 MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
 
 
@@ -49,6 +51,8 @@ def refuse(vllm_config: VllmConfig) -> None:
         raise ValueError(
             "A hybrid's pages are not moved by a KV connector: leave out --kv-transfer-config, --kv-offloading-size."
         )
+    if vllm_config.cache_config.cache_dtype not in CACHE_TYPES:
+        raise ValueError("A hybrid's cache is in the checkpoint's bits: leave out --kv-cache-dtype, or give fp8.")
     if vllm_config.lora_config is not None:
         raise ValueError("Adapters are not served: merge them into the weights (merge_and_unload) and leave out LoRA.")
     if vllm_config.quant_config is not None:

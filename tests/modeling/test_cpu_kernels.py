@@ -111,7 +111,8 @@ def check_attention_to_rows(bits, case, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @torch.no_grad()
-def test_one_token_attends_to_rows_in_pages(bits, dtype, threads):
+def test_one_token_attends_to_rows_in_pages(bits, dtype, threads, monkeypatch):
+    monkeypatch.setattr(c_functions, "SPAN", 64)
     output, expected = attention_to_pages(c_functions.attend_to_pages, bits, dtype, "cpu")
     assert output.dtype == dtype
     assert relative_error(output, expected) < (2e-6 if dtype == torch.float32 else 5e-3)

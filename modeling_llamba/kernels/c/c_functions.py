@@ -138,7 +138,8 @@ def attend_to_pages(
 
     Args:
         pages: (pages, bytes), in each the rows (`block`, K, W) of keys from byte `firsts[0]` on, and of values from
-            byte `firsts[1]` on. table: (B, most pages), those of each row of the batch. lengths: (B,), its tokens.
+            byte `firsts[1]` on. table: (B, most pages), those of each row of the batch. lengths: (B,), its tokens,
+            one at least.
     """
     table, lengths = table.int(), lengths.long().contiguous()
     widths = [rounding.width(query.dtype) for rounding in roundings]
