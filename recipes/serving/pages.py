@@ -148,8 +148,10 @@ class Sizing(NamedTuple):
         return aligned(of_heads or self.slots)
 
     def block(self, least: int) -> int:
-        """Tokens of a block, a multiple of `least`: so many that vLLM's own attention fills a page of LEAST, or else that
-        the slots take no more than MOST_PAGES."""
+        """Tokens of a block, a multiple of `least`.
+
+        Attention of vLLM's own then fills a page of LEAST; without any, the slots take no more than MOST_PAGES.
+        """
         per_token = self.keys + self.values
         if self.unit:
             return least * -(-LEAST // (self.unit * least))

@@ -28,7 +28,7 @@ from .slots import HybridSlots, MixerSlots, RoundedAttention
 LEAST_PACKED = 128
 """Rows and columns that vLLM's product with packed weights is for: one of 31 rows takes it 360 us, torch 7."""
 CACHE_TYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""What --kv-cache-dtype may be."""
+"""Values of --kv-cache-dtype that are served."""
 MODELS: dict[str, type[HybridModel]] = {"llamba": LlambaModel, "phimamba": PhiMambaModel}
 
 
