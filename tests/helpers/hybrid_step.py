@@ -96,14 +96,17 @@ def attention_to_rows(query, rows, bits, bias, scale, softcap):
     return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
-def attention_to_pages(attend_to_pages, bits, dtype, device):
+def attention_to_pages(attend_to_pages, bits, dtype, device, dim=64, shared=3, lengths=(1, 16, 77, 300), spare=0):
     """What a function returns for requests of several lengths, whose pages lie in any order, and the expected.
 
     What is in no request's rows is 255 in every byte, which is no number in 16 and 32 bits.
+
+    Args:
+        spare: pages of each request behind those that its longest needs.
     """
-    dim, shared, kv_heads, block, lengths = 64, 3, 2, 16, [1, 16, 77, 300]
+    kv_heads, block = 2, 16
     roundings = Rounding.of_pair(list(bits), dim)
-    most = -(-max(lengths) // block)
+    most = -(-max(lengths) // block) + spare
     table = torch.randperm(len(lengths) * most, device=device).view(len(lengths), most) + 1
     widths = [rounding.width(dtype) for rounding in roundings]
     first = 32

@@ -110,10 +110,15 @@ def check_attention_to_rows(bits, case, dtype):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.parametrize(
+    ("dim", "shared", "lengths"), [(64, 3, (1, 16, 77, 300)), (128, 4, (1300, 16, 700)), (80, 2, (5,))]
+)
 @torch.no_grad()
-def test_one_token_attends_to_rows_in_pages(bits, dtype, threads, monkeypatch):
+def test_one_token_attends_to_rows_in_pages(bits, dtype, threads, dim, shared, lengths, monkeypatch):
     monkeypatch.setattr(c_functions, "SPAN", 64)
-    output, expected = attention_to_pages(c_functions.attend_to_pages, bits, dtype, "cpu")
+    output, expected = attention_to_pages(
+        c_functions.attend_to_pages, bits, dtype, "cpu", dim, shared, lengths, spare=3
+    )
     assert output.dtype == dtype
     assert relative_error(output, expected) < (2e-6 if dtype == torch.float32 else 5e-3)
 

@@ -1,17 +1,14 @@
 """A token of each request by C in scattered pages, against PyTorch's operations on the same tensors, without vLLM."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from modeling_llamba.hybrid.eviction import Held, NewTokens
 from modeling_llamba.hybrid.hybrid_cache import HybridLayer, hidden_columns
 from modeling_llamba.hybrid.inputs import HybridInputs, Projected
-from modeling_llamba.hybrid.rounding import Rounding
 from modeling_llamba.kernels.backend import BACKEND_VARIABLE
-from recipes.serving.cpu_pages import HeadStep, SlotStep, runs_in_c
-from tests.helpers.hybrid_step import attention_to_rows, make_layer, relative_error
+from recipes.serving.cpu_pages import SlotStep, runs_in_c
+from tests.helpers.hybrid_step import make_layer, relative_error
 
 SLOTS = {  # options of the layer, True for queries to far sinks
     "unrounded": ({}, False),
@@ -24,12 +21,6 @@ SLOTS = {  # options of the layer, True for queries to far sinks
     "a cap": (dict(num_key_value_heads=1, attn_logit_softcapping=2.0), False),
     "slow planes": (dict(head_dim=64, hybrid_state_planes=3, window_bits=8), False),
 }
-HEADS = [  # bits of keys and of values, head dim, query heads of a key/value head, tokens of a page
-    ((16, 16), 16, 3, 16),
-    ((8, 8), 64, 2, 32),
-    ((6, 4), 128, 4, 16),
-    ((4, 16), 80, 2, 48),
-]
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -120,51 +111,6 @@ def test_a_token_in_slots(case, size, dtype, threads, monkeypatch):
     projected = Projected(queries[0], queries[1] if far else None, key, value, salience, *rows)
     for own, theirs in zip(found, layer.attend(projected, HybridInputs(number[:, None]), cache), strict=True):
         assert relative_error(own.flatten(1), theirs.flatten(1)) < LIMITS[dtype]
-
-
-@pytest.mark.parametrize(("bits", "P", "shared", "block"), HEADS)
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("threads", [1, 2], indirect=True)
-def test_a_token_of_kept_heads(bits, P, shared, block, dtype, threads):
-    """Of requests of unlike lengths, in a table of more of them."""
-    K = 2
-    lengths = torch.tensor([1, block, 1300, 700])
-    longest, B = 1300, len(lengths)
-    roundings = Rounding.of_pair(list(bits), P)
-    ends = [32]
-    for rounding in roundings:
-        ends.append(ends[-1] + block * K * rounding.width(dtype))
-    most = -(-longest // block) + 3
-    memory = torch.randint(0, 255, (B * most + 1, ends[-1] + 16), dtype=torch.uint8)
-    table = torch.randperm(B * most).view(B, most).int()
-    vectors = torch.randn(2, B, longest, K, P).to(dtype)
-    rows = [rounding.encode(t.transpose(1, 2)).transpose(1, 2) for rounding, t in zip(roundings, vectors, strict=True)]
-    regions = [memory[:, start:end].unflatten(1, (block, -1)) for start, end in zip(ends, ends[1:], strict=False)]
-    last = lengths - 1
-    for of_tokens, region in zip(rows, regions, strict=True):
-        for b in range(B):
-            before = torch.arange(last[b])
-            region[table[b, before // block], before % block] = as_bytes(of_tokens[b, : last[b]])
-    each = torch.arange(B)
-    places = table[each, last // block].long() * block + last % block
-    pages = SimpleNamespace(memory=memory, heads=SimpleNamespace(block=block))
-    step = HeadStep(
-        SimpleNamespace(scaling=0.2, softcap=None),
-        SimpleNamespace(
-            roundings=roundings, heads=K, regions=[slice(*pair) for pair in zip(ends, ends[1:], strict=False)],
-            memory=pages, metadata=(table, places),
-        ),
-        dtype,
-    )  # fmt: skip
-    query = torch.randn(B, K * shared, P).to(dtype)
-    output = step(query, *vectors[:, each, last], lengths, longest)
-    for b in range(B):
-        of_request = [t[b : b + 1, : lengths[b]].transpose(1, 2) for t in rows]
-        expected = attention_to_rows(query[b : b + 1, :, None], of_request, bits, None, 0.2, 0.0)[0, 0]
-        assert relative_error(output[b], expected) < LIMITS[dtype]
-    for of_tokens, region in zip(rows, regions, strict=True):
-        written = region[table[each, last // block], last % block]
-        assert torch.equal(written, as_bytes(of_tokens[each, last]))
 
 
 def test_c_runs_here():
