@@ -14,7 +14,8 @@ Near = tuple[torch.Tensor, torch.Tensor]
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def _fuses(*tensors: torch.Tensor) -> bool:
+def fuses(*tensors: torch.Tensor) -> bool:
+    """True where PyTorch's fused function attends to these tensors."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return tensors[0].device.type == "cpu" and not recorded and not is_torchdynamo_compiling()
 
@@ -50,7 +51,7 @@ def attend(
 ) -> Near:
     """Softmax attention (..., Q, P) with its log-sum-exp (..., Q), for queries (..., Q, P), keys and values
     (..., T, P), and a bias (..., Q, T), which is the least number where nothing is attended to."""
-    if softcap is None and not dropout and _fuses(query, keys, values):
+    if softcap is None and not dropout and fuses(query, keys, values):
         lead = query.shape[:-3]
         shape = query.shape
         query, keys = (t.to(values.dtype) for t in (query, keys))  # autocast leaves them unlike
@@ -87,7 +88,7 @@ def causal_attend(
     """`attend` for queries (B, H, L, P), each to the keys and values (B, K, L, P) of its token and of those before it,
     grouped by key/value head: (B, K, H / K * L, P)."""
     shared = query.shape[1] // keys.shape[1]
-    if softcap is None and not dropout and _fuses(query, keys, values):
+    if softcap is None and not dropout and fuses(query, keys, values):
         keys, values = (t.repeat_interleave(shared, dim=1) for t in (keys, values))
         near = FUSED(query, keys, values, 0.0, True, scale=scaling)
         return tuple(t.unflatten(1, (-1, shared)).flatten(2, 3) for t in near)

@@ -137,7 +137,7 @@ def main() -> None:
                "enforce_eager": True}  # fmt: skip
 
     def requests(folder: Path) -> float:
-        """Number of requests that fit where the model's type is bfloat16, in which plain attention layers are held."""
+        """Number of requests that fit where the model's type is bfloat16, in which the teacher's cache is held."""
         llm = LLM(str(folder), **options | {"dtype": "bfloat16"})
         found = fit(llm.llm_engine, args.length)
         del llm

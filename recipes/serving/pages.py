@@ -57,7 +57,7 @@ def sizes_of(config, layer: int, dtype: torch.dtype) -> Sizes:
         dtype: of the weights.
     """
     if config.layer_types[layer] == "hybrid":
-        heads = config.num_key_value_heads - len(config.full_heads_of(layer)) // shared_by(config)
+        heads = config.num_key_value_heads - kept_heads(config, layer)
         shape = BlockShape.of(config, layer)
         like = torch.empty(1, heads, 1, config.head_dim, dtype=dtype, device="meta")
         rows = shape.key_rounding.encode(like), shape.value_rounding.encode(like)
@@ -83,9 +83,9 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def shared_by(config) -> int:
-    """Number of query heads that share a key/value head."""
-    return config.num_attention_heads // config.num_key_value_heads
+def kept_heads(config, layer: int) -> int:
+    """Number of a hybrid layer's kept key/value heads."""
+    return len(config.full_heads_of(layer)) * config.num_key_value_heads // config.num_attention_heads
 
 
 def heads_in_rows(vllm_config: VllmConfig, layer: int) -> int:
@@ -93,7 +93,7 @@ def heads_in_rows(vllm_config: VllmConfig, layer: int) -> int:
     config = vllm_config.model_config.hf_config
     kind = config.layer_types[layer]
     if kind == "hybrid":
-        return len(config.full_heads_of(layer)) // shared_by(config)
+        return kept_heads(config, layer)
     # without a layer that has a slot, vLLM takes the model for one of attention alone
     has_slots = not {"hybrid", "linear_attention"}.isdisjoint(config.layer_types)
     if kind == "full_attention" and has_slots and any(rounding.rounds for rounding in kept_roundings(vllm_config)):

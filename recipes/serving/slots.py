@@ -28,7 +28,7 @@ from modeling_llamba.hybrid.inputs import HybridInputs, Projected
 from modeling_llamba.hybrid.prompt import read_prompt
 from modeling_llamba.hybrid.rounding import DECODED, WHOLE, Rounding
 from modeling_llamba.kernels.backend import backend_for
-from modeling_llamba.kernels.softmax import attend, causal_attend, hiding, merged
+from modeling_llamba.kernels.softmax import attend, causal_attend, fuses, hiding, merged
 from modeling_llamba.model.attention import SoftmaxAttention, TeacherAttention
 from modeling_llamba.model.rotary import Rotary
 
@@ -481,7 +481,7 @@ def attend_causally(
             query, keys, values, is_causal=True, scale=scaling, enable_gqa=shared > 1
         )
     scores = scaling, softcap
-    fused = query.device.type == "cpu" and softcap is None
+    fused = softcap is None and fuses(query, keys, values)
     at_once = length if fused else max(SCORES // (len(query) * query.shape[1] * keys.shape[2]), 1)
     if length > at_once:
         parts = []

@@ -134,13 +134,7 @@ def attend_to_pages(
     softcap: float,
     roundings: tuple[Rounding, Rounding],
 ) -> torch.Tensor:
-    """Outputs (B, 1, H, P) of attention of queries (B, H, 1, P) to rows in pages.
-
-    Args:
-        pages: (pages, bytes), in each the rows (`block`, K, W) of keys from byte `firsts[0]` on, and of values from
-            byte `firsts[1]` on. table: (B, most pages), those of each row of the batch. lengths: (B,), its tokens,
-            one at least.
-    """
+    """See `triton_rows.attend_to_pages`; each row of the batch has one token at least."""
     table, lengths = table.int(), lengths.long().contiguous()
     widths = [rounding.width(query.dtype) for rounding in roundings]
     strides = int64s(pages.shape[1], widths[0], pages.shape[1], widths[1])
