@@ -231,7 +231,7 @@ def test_bfloat16_is_near_float32(name, engine, models, prompts):
                 break
             decoded.append(abs(found[token].logprob - logprob))
     assert len(decoded) >= 0.6 * 6 * len(prompts)
-    assert max(decoded) < (0.25 if name == ROUNDED else 0.15)
+    assert max(decoded) < 0.15
 
 
 @ON_THE_FIRST
