@@ -1,6 +1,7 @@
 """Hybrids in vLLM under load: equal requests, shared texts, preempted and cancelled requests, long ones, and many."""
 
 import gc
+import os
 import random
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from tests.vllm.reference import CONVERTED, ROUNDED
 pytestmark = pytest.mark.vllm
 NAMES = ["hybrid", CONVERTED, ROUNDED, "attention in few bits"]
 """With kept heads and attention; with kept heads alone; with these in few bits; and with attention in few bits."""
-REQUESTS = 10_000
+REQUESTS = 200 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else 10_000
+"""Triton's interpreter, which the second runner has on a CPU, would take hours for 10,000."""
 
 
 def tokens_of(outputs) -> list[list[int]]:
@@ -107,7 +109,7 @@ def test_a_ladder_of_lengths(name, engine):
 
 
 @pytest.mark.timeout(1800)
-def test_ten_thousand_requests(engine, record_property):
+def test_thousands_of_requests(engine, record_property):
     """Of mixed lengths, with prefixes shared: none is lost, equal ones agree, and memory does not grow."""
     draw = random.Random(0)
     llm = engine(ROUNDED, enforce_eager=True, max_num_seqs=64, max_num_batched_tokens=2048, enable_prefix_caching=True)
@@ -121,7 +123,7 @@ def test_ten_thousand_requests(engine, record_property):
             assert len(tokens) == 2
             seen.setdefault(tuple(prompt), set()).add(tuple(tokens))
         usage.append(resident())
-    record_property("MiB after each thousand", ", ".join(str(size >> 20) for size in usage))
+    record_property("MiB after each tenth", ", ".join(str(size >> 20) for size in usage))
     llm.reset_prefix_cache()
     assert pool_of(llm).get_num_free_blocks() == pool_of(llm).num_gpu_blocks - 1
     assert usage[-1] - usage[2] < 2**26
