@@ -38,6 +38,7 @@ from .evaluation.budgets import EVICTED, HEAD, at_budgets
 from .evaluation.commit import project_commit
 from .evaluation.comparison_page import comparison_page, shown
 from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
+from .evaluation.generation import agreement
 from .evaluation.llama_caches import EXACT, LLAMA_CACHES, LlamaCache, check_llama, is_llama_file, llama_version
 from .evaluation.metrics import PerToken, Reader, by_position, per_token, reader, remembered
 from .evaluation.other_caches import (
@@ -58,7 +59,9 @@ from .evaluation.texts import TextSource
 
 RESULTS, REPORT, PICTURE = "compare.json", "compare.md", "compare.png"
 CONTINUED = 64
-"""Number of tokens with which a model goes on with a text, at the end of a row."""
+"""Number of tokens with which a model goes on with a text."""
+CONTINUED_AT_ONCE = 8
+"""Texts that a model goes on with at once."""
 AFTER = 128
 """Number of tokens that are judged after each context."""
 ROUNDED = {
@@ -268,17 +271,29 @@ class Comparison:
             "needle_rows": len(prose),
         }
 
-    @torch.no_grad()
     def continuation(self, method: Method, source: TextSource) -> list[int]:
-        """Token ids with which a model goes on with a text, the most likely one each time, up to the end of a row."""
-        ids = source.rows(self.tokenizer, self.options.length, 1)[:, :-CONTINUED].to(self.teacher.device)
+        """Token ids with which a model goes on with a text up to the end of a row."""
+        return self._continue(method, source.rows(self.tokenizer, self.options.length, 1)[:, :-CONTINUED])[0]
+
+    def continuations(self, method: Method, source: TextSource) -> list[list[int]]:
+        """Token ids with which a model goes on with each of many pieces of a text."""
+        pieces = source.rows(self.tokenizer, self.options.first + CONTINUED, self.options.continuations)
+        return self._continue(method, pieces[:, :-CONTINUED])
+
+    @torch.no_grad()
+    def _continue(self, method: Method, ids: torch.Tensor) -> list[list[int]]:
+        """The most likely token each time, after each text of (B, L)."""
+        greedy = {"temperature": None, "top_p": None, "top_k": None} | sampling(0.0)
+        said: list[list[int]] = []
         with method.model() as model:
-            greedy = {"temperature": None, "top_p": None, "top_k": None} | sampling(0.0)
-            found = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=CONTINUED, min_new_tokens=CONTINUED,
-                num_beams=1, pad_token_id=self.tokenizer.pad_token_id, **greedy,
-            )  # fmt: skip
-        return found[0, ids.shape[1] :].tolist()
+            for part in ids.to(self.teacher.device).split(CONTINUED_AT_ONCE):
+                found = model.generate(
+                    part, attention_mask=torch.ones_like(part), max_new_tokens=CONTINUED, min_new_tokens=CONTINUED,
+                    num_beams=1, pad_token_id=self.tokenizer.pad_token_id, **greedy,
+                )  # fmt: skip
+                said += found[:, part.shape[1] :].tolist()
+                self.progress(f"{method.name}, going on", len(said), len(ids))
+        return said
 
     def ruler(self, method: Method, length: int) -> dict[str, float]:
         """Scores of RULER's tasks at one length; each row alone, since other caches count from the first token."""
@@ -360,6 +375,7 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     sizes = ("length", "rows", "first", "needle_rows", "needles", "dtype", "device")
     common |= {name: getattr(options, name) for name in sizes}
     parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}, "continuation": CONTINUED}
+    parts["continuations"] = options.continuations
     # results of before lack some figures, so that their methods are measured again
     folder = ResultsFolder(Path(options.output), {"common": common, "method": {"version": 3}} | parts)
     if options.ruler:  # before anything is computed for nothing
@@ -378,11 +394,17 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
         "methods": [],
         "speed": [],
     }  # fmt: skip
+    own: dict[str, list[list[int]]] = {}  # the teacher's continuations, which comes first
     for method in comparison.methods():
         cell = f"{method.name} {method.settings}"
         row = comparison.measure(method, folder, cell)
         lengths = options.ruler if method.model else ()
         row["ruler"] = {str(n): folder.cell("ruler", f"{cell} {n}", comparison.ruler, method, n) for n in lengths}
+        row["agreement"] = {}
+        for source in comparison.sources if options.continuations and method.model else ():
+            place = f"{cell} {source.label}"
+            said = folder.cell("continuations", place, comparison.continuations, method, source)
+            row["agreement"][source.label] = agreement(said, own.setdefault(source.label, said), CONTINUED)
         row["continuations"] = {}
         if options.html is not None and method.kind in ("teacher", "hybrid"):
             for source in comparison.sources:
@@ -412,6 +434,27 @@ def write(folder: Path, found: dict[str, Any]) -> None:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table."""
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def agreement_lines(methods: Sequence[Row], settings: Row) -> list[str]:
+    """Lines about how long caches go on with pieces of texts as the teacher does, if that was measured."""
+    shown_rows = [row for row in methods if row["agreement"]]
+    if not shown_rows:
+        return []
+    cells = [
+        [f"{of_text['greedy_agreement']:.0%}, {of_text['equal_answers']:.0%}" for of_text in row["agreement"].values()]
+        for row in shown_rows
+    ]
+    return [
+        "",
+        f"Going on with pieces of {settings['first']:,} tokens for {CONTINUED}, the most likely one each time: share "
+        "of tokens before the first that is not the teacher's, and of pieces without one.",
+        "",
+        *table(
+            ["cache", *shown_rows[0]["agreement"]],
+            [[row["name"], *of_texts] for row, of_texts in zip(shown_rows, cells, strict=True)],
+        ),
+    ]
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -469,6 +512,7 @@ def markdown(found: dict[str, Any]) -> str:
     if budgets:
         lines += ["", "Caches of about the same size; peak: the largest size while a prompt is read:", ""]
         lines += table(HEAD, budgets)
+    lines += agreement_lines(methods, settings)
     answered = [row for row in methods if row["ruler"]]
     if answered:
         lengths = list(answered[0]["ruler"])

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from convert.options import Context, PositiveInt
+from convert.options import Context, NonNegativeInt, PositiveInt
 
 NEEDLE = 8
 """Tokens of a needle, as in evaluation/recall.py."""
@@ -48,6 +48,9 @@ class CompareOptions:
     for eviction); hours on a CPU."""
     ruler_rows: PositiveInt = 8
     """Number of rows of each of RULER's tasks."""
+    continuations: NonNegativeInt = 0
+    """Number of pieces of each text, of `--first` tokens, with which each cache goes on for 64 tokens, to see for how
+    long they are the teacher's own. Eviction and caches of libraries are left out."""
     dtype: str = "float32"
     """Type of the weights in memory: auto, float32, bfloat16 or float16."""
     real: bool = False

@@ -335,6 +335,32 @@ def test_ruler_is_answered_with_each_cache(folder, tmp_path, quick_ruler):
     assert "| cache | 100 tokens |" in (tmp_path / "compare.md").read_text()
 
 
+def test_going_on_as_the_teacher_does(folder, tmp_path):
+    """With each cache that answers, more pieces than are read at once; by the tokens of `generate`, one by one."""
+    pieces = 10
+    code, said, errors = compare(folder, tmp_path, "--continuations", str(pieces), "--json")
+    assert code == 0, errors
+    found = {row["name"]: row["agreement"] for row in json.loads(said)["methods"]}
+    ids = TextSource(str(folder / "text.jsonl")).rows(chat_tokenizer(), FIRST + CONTINUED, pieces)[:, :FIRST]
+    answers = []
+    for name in ("teacher", "hybrid"):
+        model = load_model(str(folder / name), "float32")
+        greedy = {"do_sample": False, "max_new_tokens": CONTINUED, "min_new_tokens": CONTINUED, "pad_token_id": 0}
+        answers.append([model.generate(row[None], **greedy)[0, FIRST:].tolist() for row in ids])
+    alike = [common_prefix(*pair) for pair in zip(*answers, strict=True)]
+    assert 0 < sum(alike) < pieces * CONTINUED
+    of_hybrid = found["hybrid"]["text"]
+    assert of_hybrid["greedy_agreement"] == pytest.approx(sum(alike) / pieces / CONTINUED)
+    assert of_hybrid["equal_answers"] == alike.count(CONTINUED) / pieces
+    assert found["teacher"]["text"]["greedy_agreement"] == 1
+    assert found["window, as hybrid"]["text"]["greedy_agreement"] < 1
+    assert found["eviction, as hybrid"] == {}
+    assert (
+        f"| hybrid | {of_hybrid['greedy_agreement']:.0%}, {of_hybrid['equal_answers']:.0%} |"
+        in (tmp_path / "compare.md").read_text()
+    )
+
+
 def test_refusals(folder, tmp_path):
     for hybrids, words_of_it in ((("teacher",), "not a hybrid"), (("hybrid", "hybrid"), "named twice")):
         code, _, errors = compare(folder, tmp_path, hybrids=hybrids)
