@@ -38,7 +38,7 @@ from .evaluation.budgets import EVICTED, HEAD, at_budgets
 from .evaluation.commit import project_commit
 from .evaluation.comparison_page import comparison_page, shown
 from .evaluation.eviction import Scores, kept_bytes, pairs_of_bytes, read_after, reading_scores
-from .evaluation.generation import agreement
+from .evaluation.generation import common_prefix
 from .evaluation.llama_caches import EXACT, LLAMA_CACHES, LlamaCache, check_llama, is_llama_file, llama_version
 from .evaluation.metrics import PerToken, Reader, by_position, per_token, reader, remembered
 from .evaluation.other_caches import (
@@ -99,7 +99,8 @@ class Method(NamedTuple):
     reader: Callable[[Sequence[int]], Reader]
     """Makes the reader of single texts in which contexts end at these places."""
     model: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None
-    """Opens the model that answers with this cache; none where the cache depends on where contexts end."""
+    """Opens the model that answers with this cache; none where the cache depends on where contexts end, and for
+    emulated caches of teachers with sliding windows."""
     reference: Reader | None = None
     """Reader that it is compared with; None for the teacher's."""
 
@@ -175,10 +176,12 @@ class Comparison:
                 yield self._eviction(f"{kind}, as {short}", kind, pairs, moments)
 
     def _other(self, name: str, kind: str, cache: OtherCache) -> Method:
+        # `generate` holds the latest keys alone of a layer with a sliding window; a cache counts from the first
+        slides = any(shape.limit for shape in self.shapes)
         return Method(
             name, kind, repr(cache), lambda n: cache.nbytes(self.shapes, n), self.weights,
             lambda ends: read_with(self.teacher, self.own, cache.attend),
-            lambda: attending(self.teacher, cache.attend),
+            None if slides else lambda: attending(self.teacher, cache.attend),
         )  # fmt: skip
 
     def _real(self, name: str) -> Method:
@@ -282,14 +285,16 @@ class Comparison:
 
     @torch.no_grad()
     def _continue(self, method: Method, ids: torch.Tensor) -> list[list[int]]:
-        """The most likely token each time, after each text of (B, L)."""
+        """The most likely token each time, but never the end of text, after each text of (B, L)."""
         greedy = {"temperature": None, "top_p": None, "top_k": None} | sampling(0.0)
+        # a checkpoint may name more tokens that end a text than another; all are to choose among the same
+        greedy |= {"eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": self.tokenizer.pad_token_id}
         said: list[list[int]] = []
         with method.model() as model:
             for part in ids.to(self.teacher.device).split(CONTINUED_AT_ONCE):
                 found = model.generate(
                     part, attention_mask=torch.ones_like(part), max_new_tokens=CONTINUED, min_new_tokens=CONTINUED,
-                    num_beams=1, pad_token_id=self.tokenizer.pad_token_id, **greedy,
+                    num_beams=1, **greedy,
                 )  # fmt: skip
                 said += found[:, part.shape[1] :].tolist()
                 self.progress(f"{method.name}, going on", len(said), len(ids))
@@ -375,7 +380,7 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     sizes = ("length", "rows", "first", "needle_rows", "needles", "dtype", "device")
     common |= {name: getattr(options, name) for name in sizes}
     parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}, "continuation": CONTINUED}
-    parts["continuations"] = options.continuations
+    parts["continuations"] = [CONTINUED, options.continuations]
     # results of before lack some figures, so that their methods are measured again
     folder = ResultsFolder(Path(options.output), {"common": common, "method": {"version": 3}} | parts)
     if options.ruler:  # before anything is computed for nothing
@@ -400,11 +405,11 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
         row = comparison.measure(method, folder, cell)
         lengths = options.ruler if method.model else ()
         row["ruler"] = {str(n): folder.cell("ruler", f"{cell} {n}", comparison.ruler, method, n) for n in lengths}
-        row["agreement"] = {}
+        row["going_on"] = {}
         for source in comparison.sources if options.continuations and method.model else ():
             place = f"{cell} {source.label}"
             said = folder.cell("continuations", place, comparison.continuations, method, source)
-            row["agreement"][source.label] = agreement(said, own.setdefault(source.label, said), CONTINUED)
+            row["going_on"][source.label] = alike(said, own.setdefault(source.label, said))
         row["continuations"] = {}
         if options.html is not None and method.kind in ("teacher", "hybrid"):
             for source in comparison.sources:
@@ -436,24 +441,32 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
-def agreement_lines(methods: Sequence[Row], settings: Row) -> list[str]:
+def alike(said: Sequence[list[int]], own: Sequence[list[int]]) -> dict[str, float]:
+    """Share of tokens before the first that is not the teacher's, and of pieces without one.
+
+    Args:
+        said: token ids after each piece. own: the teacher's.
+    """
+    equal = [common_prefix(*pair) for pair in zip(said, own, strict=True)]
+    pieces = len(equal)
+    return {"pieces": pieces, "tokens": sum(equal) / pieces / CONTINUED, "whole": equal.count(CONTINUED) / pieces}
+
+
+def going_on_lines(methods: Sequence[Row], first: int) -> list[str]:
     """Lines about how long caches go on with pieces of texts as the teacher does, if that was measured."""
-    shown_rows = [row for row in methods if row["agreement"]]
-    if not shown_rows:
+    rows = {row["name"]: row["going_on"] for row in methods if row["going_on"]}
+    if not rows:
         return []
+    own = next(iter(rows.values()))
     cells = [
-        [f"{of_text['greedy_agreement']:.0%}, {of_text['equal_answers']:.0%}" for of_text in row["agreement"].values()]
-        for row in shown_rows
+        [name, *(f"{text['tokens']:.0%}, {text['whole']:.0%}" for text in row.values())] for name, row in rows.items()
     ]
     return [
         "",
-        f"Going on with pieces of {settings['first']:,} tokens for {CONTINUED}, the most likely one each time: share "
-        "of tokens before the first that is not the teacher's, and of pieces without one.",
+        f"After pieces of {first:,} tokens each cache generates {CONTINUED} more, the most likely one each time. "
+        "Share of tokens before the first that differs from the teacher's, and of pieces without one:",
         "",
-        *table(
-            ["cache", *shown_rows[0]["agreement"]],
-            [[row["name"], *of_texts] for row, of_texts in zip(shown_rows, cells, strict=True)],
-        ),
+        *table(["cache", *(f"{label} ({text['pieces']})" for label, text in own.items())], cells),
     ]
 
 
@@ -512,7 +525,7 @@ def markdown(found: dict[str, Any]) -> str:
     if budgets:
         lines += ["", "Caches of about the same size; peak: the largest size while a prompt is read:", ""]
         lines += table(HEAD, budgets)
-    lines += agreement_lines(methods, settings)
+    lines += going_on_lines(methods, settings["first"])
     answered = [row for row in methods if row["ruler"]]
     if answered:
         lengths = list(answered[0]["ruler"])

@@ -335,30 +335,48 @@ def test_ruler_is_answered_with_each_cache(folder, tmp_path, quick_ruler):
     assert "| cache | 100 tokens |" in (tmp_path / "compare.md").read_text()
 
 
+def test_emulated_caches_of_sliding_windows_do_not_answer(folder, tmp_path, quick_ruler):
+    """Of their keys `generate` holds the latest, in other columns than the emulation counts by."""
+    save_chat_teacher(tmp_path / "teacher", "gemma3")
+    (tmp_path / "text.jsonl").write_text((folder / "text.jsonl").read_text())
+    arguments = "--ruler", "[100]", "--continuations", "2", "--beside", "int4", "--json"
+    code, said, errors = compare(tmp_path, tmp_path / "out", *arguments, hybrids=())
+    assert code == 0, errors
+    answered = {row["name"]: bool(row["ruler"] and row["going_on"]) for row in json.loads(said)["methods"]}
+    assert answered == {"teacher": True, "int4 cache": False}
+
+
 def test_going_on_as_the_teacher_does(folder, tmp_path):
     """With each cache that answers, more pieces than are read at once; by the tokens of `generate`, one by one."""
     pieces = 10
     code, said, errors = compare(folder, tmp_path, "--continuations", str(pieces), "--json")
     assert code == 0, errors
-    found = {row["name"]: row["agreement"] for row in json.loads(said)["methods"]}
+    found = {row["name"]: row["going_on"].get("text") for row in json.loads(said)["methods"]}
     ids = TextSource(str(folder / "text.jsonl")).rows(chat_tokenizer(), FIRST + CONTINUED, pieces)[:, :FIRST]
-    answers = []
-    for name in ("teacher", "hybrid"):
-        model = load_model(str(folder / name), "float32")
-        greedy = {"do_sample": False, "max_new_tokens": CONTINUED, "min_new_tokens": CONTINUED, "pad_token_id": 0}
-        answers.append([model.generate(row[None], **greedy)[0, FIRST:].tolist() for row in ids])
-    alike = [common_prefix(*pair) for pair in zip(*answers, strict=True)]
-    assert 0 < sum(alike) < pieces * CONTINUED
-    of_hybrid = found["hybrid"]["text"]
-    assert of_hybrid["greedy_agreement"] == pytest.approx(sum(alike) / pieces / CONTINUED)
-    assert of_hybrid["equal_answers"] == alike.count(CONTINUED) / pieces
-    assert found["teacher"]["text"]["greedy_agreement"] == 1
-    assert found["window, as hybrid"]["text"]["greedy_agreement"] < 1
-    assert found["eviction, as hybrid"] == {}
-    assert (
-        f"| hybrid | {of_hybrid['greedy_agreement']:.0%}, {of_hybrid['equal_answers']:.0%} |"
-        in (tmp_path / "compare.md").read_text()
-    )
+    teacher, hybrid = (load_model(str(folder / name), "float32") for name in ("teacher", "hybrid"))
+    end = chat_tokenizer().eos_token_id
+    greedy = {"do_sample": False, "max_new_tokens": CONTINUED, "min_new_tokens": CONTINUED, "pad_token_id": 0}
+
+    def answers(model):
+        return [model.generate(row[None], eos_token_id=end, **greedy)[0, FIRST:].tolist() for row in ids]
+
+    own, of_hybrid = answers(teacher), answers(hybrid)
+    with attending(teacher, comparison.ROUNDED["int3"].attend):
+        rounded = answers(teacher)
+    for name, said in (("hybrid", of_hybrid), ("int3 cache", rounded)):
+        equal = [common_prefix(*pair) for pair in zip(said, own, strict=True)]
+        assert 0 < sum(equal) < pieces * CONTINUED
+        assert found[name]["tokens"] == pytest.approx(sum(equal) / pieces / CONTINUED)
+        assert found[name]["whole"] == equal.count(CONTINUED) / pieces
+    assert found["eviction, as hybrid"] is None
+    report = (tmp_path / "compare.md").read_text()
+    assert f"| text ({pieces}) |" in report
+    assert f"| hybrid | {found['hybrid']['tokens']:.0%}, {found['hybrid']['whole']:.0%} |" in report
+
+    code, said, errors = compare(folder, tmp_path, "--continuations", "1000", "--json", "--beside", "[]")
+    assert code == 0, errors
+    found = {row["name"]: row["going_on"]["text"]["pieces"] for row in json.loads(said)["methods"]}
+    assert found["teacher"] == found["hybrid"] < 1000
 
 
 def test_refusals(folder, tmp_path):

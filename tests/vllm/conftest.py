@@ -11,6 +11,7 @@ import pytest
 from tests.vllm.reference import NEW_TOKENS
 
 ROOT = Path(__file__).parents[2]
+IS_SECOND = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.vllm.conftest import ROOT, SETTINGS, greedy, reference, start_reference
+from tests.vllm.conftest import IS_SECOND, ROOT, SETTINGS, greedy, reference, start_reference
 from tests.vllm.reference import CASES, CONVERTED, NEW_TOKENS, ROUNDED, ROUNDED_CASES
 
 pytestmark = pytest.mark.vllm
-IS_SECOND = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 ON_THE_FIRST = pytest.mark.skipif(IS_SECOND, reason="compilers and other processes would want Triton for CPUs")
 REFUSED = {"experts": "Experts are not served", "mamba1": "mamba1 is not served"}
 FEW_BITS = [ROUNDED, *ROUNDED_CASES]

@@ -1,19 +1,18 @@
 """Hybrids in vLLM under load: equal requests, shared texts, preempted and cancelled requests, long ones, and many."""
 
 import gc
-import os
 import random
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.conftest import greedy
+from tests.vllm.conftest import IS_SECOND, greedy
 from tests.vllm.reference import CONVERTED, ROUNDED
 
 pytestmark = pytest.mark.vllm
 NAMES = ["hybrid", CONVERTED, ROUNDED, "attention in few bits"]
 """With kept heads and attention; with kept heads alone; with these in few bits; and with attention in few bits."""
-REQUESTS = 200 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else 10_000
+REQUESTS = 200 if IS_SECOND else 10_000
 """Triton's interpreter, which the second runner has on a CPU, would take hours for 10,000."""
 
 
