@@ -22,6 +22,7 @@ RESULTS = ROOT / "docs" / "results"
 PAGES = {
     ROOT / "README.md": "readme",
     RESULTS / "compare.md": "compare",
+    RESULTS / "budgets.md": "compare",
     RESULTS / "real_caches.md": "compare",
     RESULTS / "teachers.md": "compare",
     RESULTS / "other_teachers.md": "compare",
