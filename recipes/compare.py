@@ -379,8 +379,12 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     }
     sizes = ("length", "rows", "first", "needle_rows", "needles", "dtype", "device")
     common |= {name: getattr(options, name) for name in sizes}
-    parts = {"speed": {"steps": SPEED_TOKENS}, "ruler": {"rows": options.ruler_rows}, "continuation": CONTINUED}
-    parts["continuations"] = [CONTINUED, options.continuations]
+    parts = {
+        "speed": {"steps": SPEED_TOKENS},
+        "ruler": {"rows": options.ruler_rows},
+        "continuation": CONTINUED,
+        "continuations": [CONTINUED, options.continuations],
+    }
     # results of before lack some figures, so that their methods are measured again
     folder = ResultsFolder(Path(options.output), {"common": common, "method": {"version": 3}} | parts)
     if options.ruler:  # before anything is computed for nothing

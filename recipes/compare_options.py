@@ -49,8 +49,8 @@ class CompareOptions:
     ruler_rows: PositiveInt = 8
     """Number of rows of each of RULER's tasks."""
     continuations: NonNegativeInt = 0
-    """Number of pieces of each text, of `--first` tokens, with which each cache goes on for 64 tokens, to see for how
-    long they are the teacher's own. Eviction and caches of libraries are left out."""
+    """Number of pieces of each text, of `--first` tokens, after which each cache generates 64 tokens, to be compared
+    with the teacher's. Eviction and caches of libraries are left out."""
     dtype: str = "float32"
     """Type of the weights in memory: auto, float32, bfloat16 or float16."""
     real: bool = False

@@ -336,7 +336,7 @@ def test_ruler_is_answered_with_each_cache(folder, tmp_path, quick_ruler):
 
 
 def test_emulated_caches_of_sliding_windows_do_not_answer(folder, tmp_path, quick_ruler):
-    """Of their keys `generate` holds the latest, in other columns than the emulation counts by."""
+    """`generate` holds the latest of their keys, in other columns than the emulation counts by."""
     save_chat_teacher(tmp_path / "teacher", "gemma3")
     (tmp_path / "text.jsonl").write_text((folder / "text.jsonl").read_text())
     arguments = "--ruler", "[100]", "--continuations", "2", "--beside", "int4", "--json"
