@@ -93,7 +93,7 @@ $(VLLM_VENV)/triton/.installed: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==3.9.0
 	touch $@
 
-test-vllm-v2: install $(VLLM_VENV)/triton/.installed ## the same with Triton and vLLM's second model runner, as on a GPU
+test-vllm-v2: install $(VLLM_VENV)/triton/.installed ## the same on vLLM's second model runner, in Triton's interpreter: 80 minutes
 	OMP_NUM_THREADS=1 REFERENCE_PYTHON=$(BIN)/python PYTHONPATH=$(VLLM_VENV)/triton:. \
 		$(VLLM_VENV)/bin/python -m pytest -p tests.vllm.model_runner_v2 -m vllm tests/vllm
 
@@ -105,9 +105,10 @@ bench-gpu: install ## parity, prefill, training and decoding on a GPU, beside th
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m recipes.benchmarks.run --only gpu
 
-bench-vllm: install $(VLLM_VENV)/.installed ## a default hybrid and its teacher in vLLM: requests that fit, tokens per second
+bench-vllm: install $(VLLM_VENV)/.installed ## a default hybrid and its teacher in vLLM: requests that fit, speed: an hour
 	$(BIN)/python -m recipes.benchmarks.serving runs/serving --make
 	$(VLLM_VENV)/bin/python -m recipes.benchmarks.serving runs/serving
+	$(VLLM_VENV)/bin/python -m recipes.benchmarks.serving runs/serving --threads 2
 
 bench-vllm-caches: install $(VLLM_VENV)/.installed ## the teacher with vLLM's caches beside hybrids of 15 and 8 %: an hour
 	$(BIN)/python -m recipes.benchmarks.serving runs/serving-caches --make --caches 0.15 0.08
