@@ -1,8 +1,8 @@
 """A hybrid and its teacher in the same vLLM on a CPU: requests that fit in memory, and tokens per second.
 
 Both are in this process and take turns, so that whatever disturbs one disturbs the other; times are the process's CPU
-time on one thread, and those of a clock on several. Prompts are random tokens, of which 2,048 are read at once; prefix
-caching is off unless asked for. `make bench-vllm` runs
+time on one thread, and those of a clock on several. Prompts are random tokens, 2,048 of them at once, without
+prefix caching. `--prefix-caching` compares the hybrid with it to the hybrid without. `make bench-vllm` runs
 
     python -m recipes.benchmarks.serving FOLDER --make     in the project's environment: FOLDER/teacher, FOLDER/hybrid
     python -m recipes.benchmarks.serving FOLDER            in that of `make test-vllm`
@@ -126,7 +126,9 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=cells, help="tokens x requests; none: memory alone")
     parser.add_argument("--dtype", default="float32", help="type of the weights, and of the cache")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 halves the teacher's cache, and kept heads")
-    parser.add_argument("--prefix-caching", action="store_true", help="turn on vLLM's prefix caching")
+    parser.add_argument(
+        "--prefix-caching", action="store_true", help="compare the hybrid with vLLM's prefix caching to itself without"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of both models")
     args = parser.parse_args()
     if args.make:
@@ -140,24 +142,30 @@ def main() -> None:
         "kv_cache_dtype": args.kv_cache_dtype,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 8,
-        "enable_prefix_caching": args.prefix_caching,
     }
     options |= {"skip_tokenizer_init": True, "max_model_len": max(FITTING), "enforce_eager": not args.cells}
-    engines = {name: LLM(str(args.folder / name), **options).llm_engine for name in ("teacher", "hybrid")}
+    pair = {"without": ("hybrid", False), "with": ("hybrid", True)}
+    if not args.prefix_caching:
+        pair = {name: (name, False) for name in ("teacher", "hybrid")}
+    engines = [
+        LLM(str(args.folder / name), enable_prefix_caching=caching, **options).llm_engine
+        for name, caching in pair.values()
+    ]
+    first, second = pair
     gibibytes = SETTINGS["VLLM_CPU_KVCACHE_SPACE"]
-    print(f"Requests that fit in {gibibytes} GiB\n\n| tokens | teacher | hybrid | ratio |\n|---|---|---|---|")
+    print(f"Requests that fit in {gibibytes} GiB\n\n| tokens | {first} | {second} | ratio |\n|---|---|---|---|")
     for tokens in FITTING:
-        fitting = [fit(engine, tokens) for engine in engines.values()]
+        fitting = [fit(engine, tokens) for engine in engines]
         print(f"| {tokens} | {fitting[0]:.1f} | {fitting[1]:.1f} | {fitting[1] / fitting[0]:.2f} |", flush=True)
     if not args.cells:
         return
-    columns = ["context, requests", "new tokens/s: teacher", "hybrid", "ratio"]
-    columns += ["prompts' tokens/s: teacher", "hybrid", "ratio"]
+    columns = ["context, requests", f"new tokens/s: {first}", second, "ratio"]
+    columns += [f"prompts' tokens/s: {first}", second, "ratio"]
     print(f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for cell in args.cells:
         context, requests = map(int, cell.split("x"))
-        reading, decoding = speeds(list(engines.values()), context, requests)
-        figures = [f"{teacher:.1f} | {hybrid:.1f} | {hybrid / teacher:.2f}" for teacher, hybrid in (decoding, reading)]
+        reading, decoding = speeds(engines, context, requests)
+        figures = [f"{one:.1f} | {other:.1f} | {other / one:.2f}" for one, other in (decoding, reading)]
         print(f"| {context}, {requests} | {' | '.join(figures)} |", flush=True)
 
 

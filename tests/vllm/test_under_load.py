@@ -130,7 +130,7 @@ def test_a_ladder_of_lengths(name, engine, models, tmp_path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [CONVERTED, ROUNDED])
 def test_thousands_of_requests(name, engine, capsys):
-    """Of mixed lengths, with prefixes shared: none is lost, equal ones agree, and memory does not grow, by 8 MiB at most."""
+    """Of mixed lengths, with prefixes shared: none is lost, equal ones agree, and memory stays within 8 MiB."""
     draw = random.Random(0)
     llm = engine(name, enforce_eager=True, max_num_seqs=64, max_num_batched_tokens=2048, enable_prefix_caching=True)
     texts = [[draw.randrange(7, 60) for _ in range(draw.choice((1, 9, 40, 150, 300)))] for _ in range(40)]
@@ -146,7 +146,7 @@ def test_thousands_of_requests(name, engine, capsys):
     different = sum(len(answers) > 1 for answers in seen.values())
     sizes = ", ".join(str(size >> 20) for size in usage)
     with capsys.disabled():
-        print(f"\n{name}: MiB after each tenth {sizes}; {different} of {len(seen)} texts had more than one answer")
+        print(f"\n{name}: MiB after each tenth {sizes}; {different} of {len(seen)} texts had several answers")  # noqa: T201
     llm.reset_prefix_cache()
     assert pool_of(llm).get_num_free_blocks() == pool_of(llm).num_gpu_blocks - 1
     assert usage[-1] - usage[2] < 2**23
