@@ -300,14 +300,12 @@ class Comparison:
                 self.progress(f"{method.name}, going on", len(said), len(ids))
         return said
 
-    def ruler(self, method: Method, length: int) -> dict[str, float]:
-        """Scores of RULER's tasks at one length; each row alone, since other caches count from the first token."""
-        found = {}
+    def ruler(self, method: Method, length: int, task: str) -> float:
+        """Score of one of RULER's tasks at one length; each row alone, as other caches count from the first token."""
         with method.model() as model:
-            for done, task in enumerate(TASKS, 1):
-                found |= ruler(model, self.tokenizer, [length], self.options.ruler_rows, [task], 1)[length]
-                self.progress(f"{method.name}, RULER at {length:,} tokens", done, len(TASKS))
-        return found
+            found = ruler(model, self.tokenizer, [length], self.options.ruler_rows, [task], 1)
+        self.progress(f"{method.name}, RULER at {length:,} tokens", TASKS.index(task) + 1, len(TASKS))
+        return found[length][task]
 
     def speed(self, context: int) -> list[Row]:
         """Rows of speed at one length, in turns: the teacher, also with transformers' caches, and all hybrids."""
@@ -407,8 +405,11 @@ def compare(options: CompareOptions, progress: Callable[[str, int, int], None]) 
     for method in comparison.methods():
         cell = f"{method.name} {method.settings}"
         row = comparison.measure(method, folder, cell)
-        lengths = options.ruler if method.model else ()
-        row["ruler"] = {str(n): folder.cell("ruler", f"{cell} {n}", comparison.ruler, method, n) for n in lengths}
+        row["ruler"] = {}
+        for n in options.ruler if method.model else ():
+            row["ruler"][str(n)] = {
+                task: folder.cell("ruler", f"{cell} {n} {task}", comparison.ruler, method, n, task) for task in TASKS
+            }
         row["going_on"] = {}
         for source in comparison.sources if options.continuations and method.model else ():
             place = f"{cell} {source.label}"
