@@ -3,8 +3,8 @@
 # oneDNN keeps what it compiles for a shape, for the last 1,024 shapes, and counts no bytes. Nothing of it is a tensor,
 # a Python object, or memory that malloc_trim gives back. ONEDNN_PRIMITIVE_CACHE_CAPACITY bounds it.
 #
-# Seen (a convolution of 256 channels, one thread): 235 MiB more after inputs of 1 to 1,000 steps, none after the same
-# again, none after 1,001 to 2,000. With a capacity of 8 it was 31 MiB.
+# Seen (a convolution of 256 channels, one thread): 256 MiB more after inputs of 1 to 1,000 steps, none after the same
+# again, none after 1,001 to 2,000. With a capacity of 8 it was 29 MiB.
 # Why one would guess otherwise: all inputs are freed, a second pass over the same lengths adds nothing, and a server's
 # memory that grows by a tenth of a MiB with a request of a new length looks like a leak of the request's.
 set -euo pipefail

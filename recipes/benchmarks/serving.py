@@ -1,11 +1,13 @@
 """A hybrid and its teacher in the same vLLM on a CPU: requests that fit in memory, and tokens per second.
 
 Both are in this process and take turns, so that whatever disturbs one disturbs the other; times are the process's CPU
-time on one thread, and those of a clock on several. Prompts are random tokens, 2,048 of them at once, without
-prefix caching. `--prefix-caching` compares the hybrid with it to the hybrid without. `make bench-vllm` runs
+time on one thread, and those of a clock on several. Prompts are random tokens, of which an engine reads 2,048 in a
+step, without prefix caching. `--prefix-caching` compares the hybrid with it to the hybrid without. `make bench-vllm`
+runs
 
-    python -m recipes.benchmarks.serving FOLDER --make     in the project's environment: FOLDER/teacher, FOLDER/hybrid
-    python -m recipes.benchmarks.serving FOLDER            in that of `make test-vllm`
+    python -m recipes.benchmarks.serving FOLDER --make         the project's environment: FOLDER/teacher, FOLDER/hybrid
+    python -m recipes.benchmarks.serving FOLDER                that of `make test-vllm`
+    python -m recipes.benchmarks.serving FOLDER --threads 2    the same
 """
 
 import argparse
@@ -25,7 +27,7 @@ SETTINGS = {
 FITTING = (4096, 32768)
 WARM_UP, STEPS, ROUNDS = 3, 6, 4
 READINGS, FEW = 3, 4096
-"""Times that prompts of no more tokens than FEW in all are read; longer ones are read once."""
+"""Number of times that prompts of up to FEW tokens in all are timed; more are timed once, since they take minutes."""
 
 
 def fit(engine, tokens: int) -> float:

@@ -523,7 +523,8 @@ def test_samples_of_one_prompt_are_apart(name, engine, models, prompts, tmp_path
     file = tmp_path / "samples.json"
     file.write_text(json.dumps([{"prompt": p, "tokens": list(s.token_ids)} for p, s in samples]))
     reference("tests.vllm.reference", "score", str(models / name), str(file))
-    _, worst = differences([sample for _, sample in samples], json.loads(file.read_text()))
+    wrong, worst = differences([sample for _, sample in samples], json.loads(file.read_text()))
+    assert wrong == 0
     assert worst < (0.02 if name == ROUNDED else 1e-4)
 
 

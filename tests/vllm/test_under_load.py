@@ -108,6 +108,7 @@ def test_a_ladder_of_lengths(name, engine, models, tmp_path):
     llm = engine(name, enforce_eager=True, enable_prefix_caching=False, **options)
     free = pool_of(llm).get_num_free_blocks()
     (first,) = tokens_of(greedy(llm, [long[:2000]]))
+    before = resident()
     peaks = []
     for prompt in (long[:2000], long):
         forget_peak()
@@ -118,7 +119,10 @@ def test_a_ladder_of_lengths(name, engine, models, tmp_path):
     assert last == first
     assert len(of_long) == len(first)
     assert pool_of(llm).get_num_free_blocks() == free
+    assert resident() - before < 2**26
     assert peaks[1] - peaks[0] < 2**26
+    (again,) = tokens_of(greedy(llm, [long]))
+    assert again == of_long
     file = tmp_path / "answer.json"
     file.write_text(json.dumps([{"prompt": long, "tokens": of_long}]))
     reference("tests.vllm.reference", "score", str(models / name), str(file))
