@@ -71,8 +71,8 @@ ROUNDED = {
     "int2": OtherCache(2, whole=128),
 }
 """Caches in few bits; at 2 bits as many tokens are whole as KIVI has by default."""
-COPIED_ROWS = 4
-"""Number of rows of random tokens that are to be copied."""
+COPIED_ROWS, LONGEST_COPIED = 4, 2048
+"""Number of rows of random tokens that are to be copied, and the largest number of their tokens."""
 SPEED_TOKENS, LONG = 8, 1024
 """Decoding steps that are timed, and number of tokens from which on a prompt is read once instead of three times."""
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
@@ -254,7 +254,7 @@ class Comparison:
         """Share of random tokens that are found again, copied and hidden in text; all questions come at the end."""
         source, length = self.sources[0], self.options.length
         vocabulary_size = self.teacher.config.vocab_size
-        short = source.rows(self.tokenizer, length // 2, COPIED_ROWS)
+        short = source.rows(self.tokenizer, copied_length(length), COPIED_ROWS)
         copied = questions(short, self.tokenizer, vocabulary_size, [], seed=0)[0].probe
         distances = needle_distances(length, self.options.needles)
         prose = source.rows(self.tokenizer, length, self.options.needle_rows)
@@ -316,6 +316,11 @@ class Comparison:
         models |= {short: load(self.options, name) for short, name in names.items()}
         advance = functools.partial(self.progress, f"speed at {context:,} tokens")
         return speed(models, 1, context, SPEED_TOKENS, 3 if context <= LONG else 1, advance, caches)
+
+
+def copied_length(length: int) -> int:
+    """Number of tokens of a row whose second half is to be a copy of the first; rows of text have `length`."""
+    return min(length // 2, LONGEST_COPIED)
 
 
 def summary(found: PerToken, places: Sequence[int]) -> dict[str, float]:
@@ -509,7 +514,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"contexts of {first}, {2 * first}, ... tokens. Eviction and transformers' own caches are judged after "
         f"contexts alone; the tokens after them come on top of their bytes. KL of llama.cpp's caches of few bits is "
         f"from its cache in 16 bits. Recall of random tokens: copied, "
-        f"{settings['length'] // 4:,} back, and needles, hidden in text (a mean over all distances).",
+        f"{copied_length(settings['length']) // 2:,} back, and needles, hidden in text (a mean over all distances).",
         "",
         *table(["cache", "share", "KL", "median", "99.9 %", "KL after contexts", "top-1 agreement", "recall"],
                quality),

@@ -285,6 +285,21 @@ def test_needles_lie_as_far_back_as_they_are_said_to():
         assert sum(answers) == NEEDLE
 
 
+def test_long_rows_copy_no_more(folder, tmp_path, monkeypatch):
+    """The rows that are copied have half of the tokens of the others, up to a limit; the report says how many."""
+    hits, asked = comparison.hits, []
+    monkeypatch.setattr(comparison, "hits", lambda *args: asked.append(args[1]) or hits(*args))
+    for limit, length in ((2048, LENGTH // 2), (16, 16)):
+        monkeypatch.setattr(comparison, "LONGEST_COPIED", limit)
+        code, said, errors = compare(folder, tmp_path / str(limit), "--beside", "[]")
+        assert code == 0, errors
+        assert f"copied, {length // 2} back" in said
+        copied, needles = (probe.ids for probe in asked[-2:])
+        assert copied.shape == (4, length)
+        assert copied[:, : length // 2].equal(copied[:, length // 2 :])
+        assert needles.shape == (4, LENGTH)
+
+
 def test_what_was_finished_is_kept(folder, tmp_path, monkeypatch):
     """A comparison that is stopped goes on where it was: the text of the third method is not read again."""
     text, recall = comparison.Comparison.text, comparison.Comparison.recall
