@@ -27,6 +27,7 @@ PAGES = {
     RESULTS / "teachers.md": "compare",
     RESULTS / "other_teachers.md": "compare",
     RESULTS / "qwen.md": "compare",
+    RESULTS / "qwen-large.md": "compare",
     RESULTS / "quality.md": "quality",
     RESULTS / "recall.md": "quality",
     RESULTS / "calibration.md": "quality",
