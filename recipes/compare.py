@@ -71,8 +71,10 @@ ROUNDED = {
     "int2": OtherCache(2, whole=128),
 }
 """Caches in few bits; at 2 bits as many tokens are whole as KIVI has by default."""
-COPIED_ROWS, LONGEST_COPIED = 4, 2048
-"""Number of rows of random tokens that are to be copied, and the largest number of their tokens."""
+COPIED_ROWS = 4
+"""Number of rows of random tokens that are to be copied."""
+LONGEST_COPIED = 2048
+"""Largest number of their tokens: four rows of half a long text's length would take as long as two such texts."""
 SPEED_TOKENS, LONG = 8, 1024
 """Decoding steps that are timed, and number of tokens from which on a prompt is read once instead of three times."""
 QUICK = {"length": 2048, "rows": 1, "speed": (512, 4096)}
