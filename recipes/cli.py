@@ -26,7 +26,8 @@ COMPARE = Command(
     compare_command,
     {"TEACHER": "teacher", "HYBRID...": "hybrids"},
     {"--out": "output", **flags_of("html", "real", "beside", "text", "quick", "length", "rows", "first", "needle_rows",
-                                   "needles", "speed", "ruler", "dtype", "device", "trust_remote_code")},
+                                   "needles", "speed", "ruler", "ruler_rows", "continuations", "dtype", "device",
+                                   "trust_remote_code")},
     {**AS_JSON, "-q --quiet": "Print the tables, but no progress."},
 )  # fmt: skip
 
