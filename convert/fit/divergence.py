@@ -25,5 +25,8 @@ def kl_of_logits(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def kl_of_hidden(teacher: torch.Tensor, student: torch.Tensor, head: Head) -> torch.Tensor:
     """Per-token KL (L,) from final hidden states (L, D) that one head turns into logits, a chunk at a time."""
-    chunks = zip(teacher.split(CHUNK_TOKENS), student.split(CHUNK_TOKENS), strict=True)
-    return torch.cat([kl_of_logits(head(t), head(s)) for t, s in chunks])
+    # made at once: a small tensor of each chunk, between large ones, would keep freed memory from being used again
+    kl = torch.empty(len(teacher), device=teacher.device)
+    for of_token, t, s in zip(*(column.split(CHUNK_TOKENS) for column in (kl, teacher, student)), strict=True):
+        of_token[:] = kl_of_logits(head(t), head(s))
+    return kl

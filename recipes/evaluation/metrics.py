@@ -115,20 +115,20 @@ def _of_batch(model: Reader, teacher: Reader | None, ids: torch.Tensor) -> PerTo
     # the last token's successor is made up, so that all have one; its figures are dropped below
     following = torch.cat([ids[:, 1:], ids[:, :1]], 1).flatten()
     states = [reader.states(ids).flatten(0, 1) for reader in (model, teacher) if reader is not None]
-    chunks = []
-    for y, s, *t in zip(*(tensor.split(CHUNK_TOKENS) for tensor in (following, *states)), strict=True):
+    # made at once: a small tensor of each chunk, between large ones, would keep freed memory from being used again
+    found = torch.empty(4, ids.numel())
+    columns = (found.T, following, *states)
+    for of_token, y, s, *t in zip(*(column.split(CHUNK_TOKENS) for column in columns), strict=True):
         logits = model.head(s)
-        found = [nn.functional.cross_entropy(logits.float(), y, reduction="none")]
+        of_token[:, 0] = nn.functional.cross_entropy(logits.float(), y, reduction="none")
         if t:
             reference = teacher.head(t[0])
-            agrees = (logits.argmax(-1) == reference.argmax(-1)).float()
-            teacher_nats = nn.functional.cross_entropy(reference.float(), y, reduction="none")
-            found += [kl_of_logits(reference, logits), agrees, teacher_nats]
-        chunks.append(found)
-    nats, *rest = (torch.cat(column).view(ids.shape).cpu() for column in zip(*chunks, strict=True))
-    if not rest:
+            of_token[:, 1] = kl_of_logits(reference, logits)
+            of_token[:, 2] = logits.argmax(-1) == reference.argmax(-1)
+            of_token[:, 3] = nn.functional.cross_entropy(reference.float(), y, reduction="none")
+    nats, kl, agrees, teacher_nats = found.view(4, *ids.shape)
+    if teacher is None:
         return PerToken(nats[:, :-1])
-    kl, agrees, teacher_nats = rest
     return PerToken(nats[:, :-1], kl, agrees, teacher_nats[:, :-1])
 
 
