@@ -6,6 +6,8 @@ import io
 import json
 import math
 import random
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -305,6 +307,29 @@ def test_figures_are_the_plain_ones():
     assert same["kl"] < 1e-6
     assert same["agreement"] == 1
     assert same["perplexity_ratio"] == pytest.approx(1)
+
+
+MEMORY = """
+import resource, torch
+from convert.fit.divergence import kl_of_hidden
+from convert.memory import keep_free_memory
+from recipes.evaluation.metrics import Reader, per_token
+
+keep_free_memory()
+weight = torch.randn(20_000, 8)
+reader = Reader(lambda ids: torch.randn(*ids.shape, 8), lambda states: states @ weight.T)
+for length in (1024, 4096):
+    per_token(reader, reader, torch.randint(100, (1, length)), 1)
+    states = torch.randn(2, length, 8)
+    kl_of_hidden(*states, reader.head)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_a_long_text_takes_as_much_memory_as_a_short_one():
+    said = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True).stdout
+    short, long = map(int, said.split())
+    assert long < 1.15 * short
 
 
 def test_logits_that_are_no_numbers_are_an_error():
