@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from convert.fit.divergence import CHUNK_TOKENS
 from convert.fit.probes import Probe, associative_probe, copy_probe, needle_probe, plain_tokens
 from convert.fit.text import beginning_of_text
 
@@ -134,7 +135,9 @@ def hits(model: Reader, probe: Probe, batch_size: int, device: torch.device) -> 
         before = torch.cat([answers[:, 1:], torch.zeros_like(answers[:, :1])], 1)
         # logits are made where an answer is predicted alone, one position before it
         states = model.states(ids)[before]
-        said = torch.cat([model.head(s).argmax(-1) for s in states.split(256)])
+        said = ids.new_empty(len(states))  # made at once, as in metrics.py
+        for of_token, s in zip(said.split(CHUNK_TOKENS), states.split(CHUNK_TOKENS), strict=True):
+            of_token[:] = model.head(s).argmax(-1)
         found[rows][probe.answers[rows]] = (said == ids[answers]).cpu()
     return found
 
