@@ -32,6 +32,7 @@ PAGES = {
     RESULTS / "recall.md": "quality",
     RESULTS / "calibration.md": "quality",
     RESULTS / "shares.md": "quality",
+    RESULTS / "long_rows.md": "quality",
     RESULTS / "ruler.md": "quality",
     RESULTS / "bits.md": "quality",
     RESULTS / "rounded_keys.md": "quality",
